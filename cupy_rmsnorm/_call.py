@@ -16,7 +16,7 @@ class Device(NamedTuple):
     """Where an array lies: ``("cpu", 0)`` or ``("cuda", index)``."""
 
     kind: Literal["cpu", "cuda"]
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index
 
     def __str__(self) -> str:
         return self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"
