@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CuPy backend: a checked call becomes a plan, a specialisation and a launch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from . import _kernel
+from ._call import Array, Cast, Forward, Norm
+from ._dtypes import TABLE
+from ._kernel import Specialisation
+from ._operands import Operands
+from ._plan import VECTOR_BYTES, Launch, Plan, choose_launch, choose_plan
+
+_MASKS = {None: "ALL_ROWS", "keep": "KEEP_OTHERS", "zero": "ZERO_OTHERS"}
+_FORWARD_OUTPUTS = frozenset(("y", "residual_out", "mean", "rstd"))
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardKind:
+    """What a forward call computes, apart from sizes and places. Dtypes by name."""
+
+    norm: Norm
+    y: str
+    x: str
+    residual: str | None = None
+    weight: str | None = None  # None: a constant factor
+    bias: str | None = None  # None: no bias; "constant": one number
+    valid_rows: str = "int64"
+    cast: Cast = "once"
+    masked: str | None = None  # None: every row is computed
+    per_head: bool = False
+
+    @classmethod
+    def of(cls, call: Forward) -> ForwardKind:
+        bias = call.bias
+        mask_given = call.where is not None or call.valid_rows is not None
+        return cls(
+            norm=call.norm,
+            y=call.y.dtype,
+            x=call.x.dtype,
+            residual=None if call.residual is None else call.residual.dtype,
+            weight=call.weight.dtype if isinstance(call.weight, Array) else None,
+            bias=bias.dtype if isinstance(bias, Array) else None if bias is None else "constant",
+            valid_rows="int64" if call.valid_rows is None else call.valid_rows.dtype,
+            cast=call.cast,
+            masked=call.masked if mask_given else None,
+            per_head=call.per_head,
+        )
+
+    @property
+    def staged_itemsize(self) -> int:
+        """Bytes that one element of a row takes where the row is held as it came."""
+        return TABLE[self.x].itemsize + (TABLE[self.residual].itemsize if self.residual else 0)
+
+
+def forward(call: Forward) -> None:
+    """Run a checked forward call on the GPU of its arrays."""
+    if call.rows == 0:
+        return
+    kind = ForwardKind.of(call)
+    with _current_device(call.space.device.index):
+        operands = Operands(
+            call,
+            rows={
+                "x": call.x,
+                "residual": call.residual,
+                "y": call.y,
+                "residual_out": call.residual_out,
+            },
+            others={
+                "weight": call.weight if isinstance(call.weight, Array) else None,
+                "bias": call.bias if isinstance(call.bias, Array) else None,
+                "where": call.where,
+                "valid_rows": call.valid_rows,
+                "mean": call.mean,
+                "rstd": call.rstd,
+            },
+            outputs=_FORWARD_OUTPUTS,
+        )
+        device = call.space.device.index
+        properties = _kernel.device_properties(device)
+        plan = choose_plan(call.hidden_size, kind.x, kind.residual, properties.arch)
+        launch = choose_launch(plan, call.rows, kind.staged_itemsize, properties.sm_count)
+        specialisation = specialise_forward(
+            kind,
+            call.hidden_size,
+            plan,
+            launch,
+            arch=properties.arch,
+            aligned=operands.aligned(plan.vec_size, VECTOR_BYTES),
+            split_rows=call.per_head or operands.layout.inner_rows != call.rows,
+        )
+        function = _kernel.function(specialisation, device, launch.shared_bytes)
+        packed = _kernel.pack(
+            plan.kernel, TABLE[kind.x].accumulation or "", _forward_arguments(call, operands)
+        )
+        _kernel.launch(
+            function, launch.grid, launch.block, launch.shared_bytes, call.space.stream, packed
+        )
+        operands.finish()
+
+
+def _forward_arguments(call: Forward, operands: Operands) -> dict[str, float]:
+    arguments: dict[str, float] = {
+        "rows": call.rows,
+        "hidden_size": call.hidden_size,
+        "inner_rows": operands.layout.inner_rows,
+        "weight_stride": call.hidden_size if call.per_head else 0,
+        "bias_stride": call.hidden_size if call.per_head else 0,
+        "eps": call.eps,
+        "weight_offset": call.weight_offset,
+        "weight_constant": 0.0 if isinstance(call.weight, Array) else call.weight,
+        "bias_constant": call.bias if isinstance(call.bias, float) else 0.0,
+    }
+    for name, kind in _kernel.FORWARD_PARAMETERS:
+        if kind == "pointer":
+            arguments[name] = operands.pointer(name)
+    for name in ("y", "residual_out", "x", "residual"):
+        outer, inner = operands.strides(name)
+        arguments[f"{name}_strides.outer"] = outer
+        arguments[f"{name}_strides.inner"] = inner
+    return arguments
+
+
+def specialise_forward(
+    kind: ForwardKind,
+    hidden_size: int,
+    plan: Plan,
+    launch: Launch,
+    *,
+    arch: int,
+    aligned: bool,
+    split_rows: bool,
+) -> Specialisation:
+    """The instantiation that computes `kind` by `plan`."""
+
+    def cpp(dtype: str | None, absent: str) -> str:
+        return absent if dtype is None else TABLE[dtype].cpp
+
+    def flag(value: bool) -> str:
+        return "true" if value else "false"
+
+    types = (
+        "LAYER" if kind.norm == "layer" else "RMS",
+        cpp(kind.y, ""),
+        cpp(kind.x, ""),
+        cpp(kind.residual, "Absent"),
+        cpp(kind.weight, "Constant"),
+        "Constant" if kind.bias == "constant" else cpp(kind.bias, "Absent"),
+        cpp(kind.valid_rows, ""),
+    )
+    geometry: tuple[int, ...]
+    flags: tuple[bool, ...]
+    held = plan.vec_size * plan.vecs_per_thread * plan.threads_per_row * plan.cluster_size
+    full = held == hidden_size
+    before_weight = kind.cast == "before_weight"
+    if plan.kernel == "norm_forward":
+        geometry = (
+            plan.vec_size,
+            plan.vecs_per_thread,
+            plan.threads_per_row,
+            launch.rows_per_block,
+        )
+        flags = (full, aligned, split_rows, before_weight, plan.early_weight)
+    elif plan.kernel == "norm_forward_staged":
+        geometry = (
+            plan.vec_size,
+            plan.vecs_per_thread,
+            plan.threads_per_row,
+            plan.cluster_size,
+        )
+        pack_bytes = plan.vec_size * TABLE[kind.x].itemsize
+        asynchronous = aligned and arch >= 80 and pack_bytes % VECTOR_BYTES == 0
+        flags = (full, aligned, split_rows, before_weight, asynchronous)
+    else:
+        geometry = (plan.vec_size, plan.threads_per_row, plan.cluster_size)
+        flags = (aligned, split_rows, before_weight)
+    return Specialisation(
+        plan.kernel,
+        (*types, *map(str, geometry), *map(flag, flags), _MASKS[kind.masked]),
+    )
+
+
+@contextlib.contextmanager
+def _current_device(index: int) -> Iterator[None]:
+    """Make `index` the current device and put the caller's back, whatever happens."""
+    from cupy.cuda import runtime
+
+    before = runtime.getDevice()
+    if before == index:
+        yield
+        return
+    runtime.setDevice(index)
+    try:
+        yield
+    finally:
+        runtime.setDevice(before)

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a kernel's name and template arguments to a launched function."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from . import _source
+
+OPTIONS = ("-std=c++17",)
+
+# Parameter tables: (name, kind) in the order of the C++ struct or parameter list. Arguments are
+# packed by them, and a test holds them against the C++ text. "accumulation" is float or double.
+FORWARD_PARAMETERS = (
+    ("y", "pointer"),
+    ("residual_out", "pointer"),
+    ("mean", "pointer"),
+    ("rstd", "pointer"),
+    ("x", "pointer"),
+    ("residual", "pointer"),
+    ("weight", "pointer"),
+    ("bias", "pointer"),
+    ("where", "pointer"),
+    ("valid_rows", "pointer"),
+    ("rows", "int64"),
+    ("hidden_size", "int64"),
+    ("inner_rows", "int64"),
+    ("y_strides.outer", "int64"),
+    ("y_strides.inner", "int64"),
+    ("residual_out_strides.outer", "int64"),
+    ("residual_out_strides.inner", "int64"),
+    ("x_strides.outer", "int64"),
+    ("x_strides.inner", "int64"),
+    ("residual_strides.outer", "int64"),
+    ("residual_strides.inner", "int64"),
+    ("weight_stride", "int64"),
+    ("bias_stride", "int64"),
+    ("eps", "accumulation"),
+    ("weight_offset", "accumulation"),
+    ("weight_constant", "accumulation"),
+    ("bias_constant", "accumulation"),
+)
+
+PARAMETERS: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "norm_forward": FORWARD_PARAMETERS,
+    "norm_forward_staged": FORWARD_PARAMETERS,
+    "norm_forward_streamed": FORWARD_PARAMETERS,
+}
+
+_FORMATS = {"pointer": "Q", "int64": "q", "int32": "i", "float32": "f", "float64": "d"}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProperties:
+    """What plans and launches need to know of a GPU."""
+
+    arch: int  # 10 * major + minor
+    sm_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Specialisation:
+    """One instantiation of a kernel template."""
+
+    kernel: str
+    template_arguments: tuple[str, ...]
+
+    @property
+    def name_expression(self) -> str:
+        return f"{self.kernel}<{', '.join(self.template_arguments)}>"
+
+
+@functools.cache
+def _packer(kernel: str, accumulation: str) -> struct.Struct:
+    kinds = (kind for _, kind in PARAMETERS[kernel])
+    return struct.Struct(
+        "@" + "".join(_FORMATS[accumulation if kind == "accumulation" else kind] for kind in kinds)
+    )
+
+
+def pack(kernel: str, accumulation: str, arguments: Mapping[str, float]) -> bytes:
+    """The kernel's arguments as the driver wants them: one buffer in the C ABI's layout."""
+    values = [arguments[name] for name, _ in PARAMETERS[kernel]]
+    return _packer(kernel, accumulation).pack(*values)
+
+
+@functools.cache
+def device_properties(device: int) -> DeviceProperties:
+    from cupy.cuda import runtime
+
+    attribute = runtime.deviceGetAttribute
+    major = attribute(runtime.cudaDevAttrComputeCapabilityMajor, device)
+    minor = attribute(runtime.cudaDevAttrComputeCapabilityMinor, device)
+    sm_count = attribute(runtime.cudaDevAttrMultiProcessorCount, device)
+    return DeviceProperties(10 * major + minor, sm_count)
+
+
+_functions: dict[tuple[Specialisation, int], Any] = {}
+_locks: dict[tuple[Specialisation, int], threading.Lock] = {}
+
+
+def function(specialisation: Specialisation, device: int, shared_bytes: int = 0) -> Any:
+    """The loaded function, built at the first call for each (specialisation, device).
+
+    The current device must be `device`. `shared_bytes` must not depend on anything that the
+    specialisation does not fix.
+    """
+    key = (specialisation, device)
+    try:
+        return _functions[key]
+    except KeyError:
+        pass
+    with _locks.setdefault(key, threading.Lock()):
+        if key not in _functions:
+            _functions[key] = build(specialisation, shared_bytes)
+        return _functions[key]
+
+
+def build(specialisation: Specialisation, shared_bytes: int) -> Any:
+    """Compile and load one specialisation on the current device."""
+    import cupy
+
+    expression = specialisation.name_expression
+    module = cupy.RawModule(
+        code=_source.load(specialisation.kernel),
+        options=OPTIONS,
+        name_expressions=(expression,),
+    )
+    try:
+        kernel = module.get_function(expression)
+    except cupy.cuda.compiler.CompileException as error:
+        raise RuntimeError(f"cannot compile {expression}: {error}") from error
+    if shared_bytes > 48 * 1024 - 1024:
+        kernel.max_dynamic_shared_size_bytes = shared_bytes
+    return kernel.kernel
+
+
+def launch(
+    function: Any, grid: int, block: int, shared_bytes: int, stream: int, packed_args: bytes
+) -> None:
+    """Enqueue one launch. The driver has copied `packed_args` when it returns."""
+    from cupy.cuda import driver
+
+    size = ctypes.c_size_t(len(packed_args))
+    address = ctypes.cast(ctypes.c_char_p(packed_args), ctypes.c_void_p).value
+    # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE, CU_LAUNCH_PARAM_END
+    extra = (ctypes.c_void_p * 5)(1, address, 2, ctypes.addressof(size), 0)
+    driver.launchKernel(
+        function.ptr, grid, 1, 1, block, 1, 1, shared_bytes, stream, 0, ctypes.addressof(extra)
+    )

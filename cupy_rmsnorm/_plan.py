@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a row is computed (Plan) and how a call is launched (Launch). Pure: no CuPy, no device.
+
+A Plan follows from the hidden size, the dtypes and the architecture alone, because it fixes which
+elements each thread sums and in which order. A Launch may look at everything else (rows, alignment,
+strides, the number of SMs), because it only changes how bytes move.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ._dtypes import TABLE
+
+VECTOR_BYTES = 16  # the widest load of a thread that every architecture has
+WARP = 32
+MAX_THREADS = 1024
+MAX_GRID = 2**31 - 1
+
+# Rows up to this many bytes of x are held in registers; longer ones are staged in shared memory.
+REGISTER_ROW_BYTES = 32 * 1024
+# A thread holds at most this many elements of a row in registers.
+MAX_HELD_ELEMENTS = 64
+# (packs of a row up to, vectors a thread aimed at): the first line that fits decides.
+VECS_PER_THREAD = ((64, 1), (1024, 2), (2048, 4))
+# (bytes of a staged row up to, blocks a cluster): the first line that fits decides.
+CLUSTER_SIZES = ((32 * 1024, 1), (64 * 1024, 2), (128 * 1024, 4))
+MAX_CLUSTER_SIZE = 8  # the largest that every architecture with clusters grants
+STAGED_VECS_PER_THREAD = 8
+MAX_STAGED_VECS_PER_THREAD = 32
+STREAMED_THREADS = 512
+# Short rows share a block until it has this many threads.
+BLOCK_THREADS = 128
+# Shared memory a block may ask for, by architecture, less room for the reduction's slots.
+SHARED_RESERVE = 1024
+SHARED_LIMITS = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The order of a row's sums: who holds which elements."""
+
+    kernel: str
+    vec_size: int
+    vecs_per_thread: int  # 0: streamed, as many as the row needs
+    threads_per_row: int  # of one block
+    cluster_size: int = 1
+    early_weight: bool = True  # weights are loaded before the sum is known; changes no bits
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How the rows of one call are spread over blocks and how their bytes move."""
+
+    grid: int
+    block: int
+    shared_bytes: int
+    rows_per_block: int
+
+
+def shared_limit(arch: int) -> int:
+    """Bytes of shared memory that one block may ask for on `arch`; a newer one gets the least."""
+    kilobytes = SHARED_LIMITS.get(arch, min(SHARED_LIMITS.values()))
+    return kilobytes * 1024 - SHARED_RESERVE
+
+
+def vector_size(hidden_size: int, itemsize: int) -> int:
+    """Elements a pack: the largest power of two that divides the row and fits a vector load."""
+    size = VECTOR_BYTES // itemsize
+    while hidden_size % size:
+        size //= 2
+    return size
+
+
+def choose_plan(hidden_size: int, x_dtype: str, residual_dtype: str | None, arch: int) -> Plan:
+    """The plan of a forward row."""
+    itemsize = TABLE[x_dtype].itemsize
+    vec_size = vector_size(hidden_size, itemsize)
+    packs = hidden_size // vec_size
+    if hidden_size * itemsize <= REGISTER_ROW_BYTES:
+        return Plan("norm_forward", vec_size, *_register_geometry(packs, vec_size))
+    staged_itemsize = itemsize + (TABLE[residual_dtype].itemsize if residual_dtype else 0)
+    staged = _staged_plan(packs, vec_size, hidden_size * itemsize, staged_itemsize, arch)
+    if staged is not None:
+        return staged
+    cluster_size = MAX_CLUSTER_SIZE if arch >= 90 else 1
+    return Plan("norm_forward_streamed", vec_size, 0, STREAMED_THREADS, cluster_size)
+
+
+def _register_geometry(packs: int, vec_size: int) -> tuple[int, int]:
+    """(vectors a thread, threads a row)."""
+    if packs <= WARP:
+        return 1, _ceil_power_of_two(packs)
+    aim = next((vecs for limit, vecs in VECS_PER_THREAD if packs <= limit), 8)
+    threads = min(_round_up(-(-packs // aim), WARP), MAX_THREADS)
+    vecs_per_thread = -(-packs // threads)
+    assert vecs_per_thread * vec_size <= MAX_HELD_ELEMENTS
+    return vecs_per_thread, threads
+
+
+def _staged_plan(
+    packs: int, vec_size: int, row_bytes: int, staged_itemsize: int, arch: int
+) -> Plan | None:
+    cluster_size = 1
+    if arch >= 90:
+        sizes = (size for limit, size in CLUSTER_SIZES if row_bytes <= limit)
+        cluster_size = next(sizes, MAX_CLUSTER_SIZE)
+    share = -(-packs // cluster_size)
+    threads = 256
+    while threads < MAX_THREADS and share > threads * STAGED_VECS_PER_THREAD:
+        threads *= 2
+    vecs_per_thread = -(-share // threads)
+    shared_bytes = vecs_per_thread * threads * vec_size * staged_itemsize
+    if vecs_per_thread > MAX_STAGED_VECS_PER_THREAD or shared_bytes > shared_limit(arch):
+        return None
+    return Plan("norm_forward_staged", vec_size, vecs_per_thread, threads, cluster_size)
+
+
+def choose_launch(plan: Plan, rows: int, staged_itemsize: int, sm_count: int) -> Launch:
+    """The launch of `rows` >= 1 rows; `staged_itemsize` counts x and residual."""
+    threads = plan.threads_per_row
+    if plan.kernel != "norm_forward":
+        shared_bytes = plan.vecs_per_thread * threads * plan.vec_size * staged_itemsize
+        return Launch(rows * plan.cluster_size, threads, shared_bytes, 1)
+    rows_per_block = max(1, BLOCK_THREADS // threads)
+    if -(-rows // rows_per_block) < sm_count:  # too few blocks for the SMs: spread the rows
+        rows_per_block = max(1, WARP // threads)
+    grid = min(-(-rows // rows_per_block), MAX_GRID)
+    return Launch(grid, threads * rows_per_block, 0, rows_per_block)
+
+
+def _ceil_power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step

@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the forward kernels share besides the reduction: their arguments, where a row lies, which
+// rows are computed, and what is fused around the normalisation: residual add before it; weight,
+// bias and the rounding to the output's type after it.
+#pragma once
+
+#include "cast.cuh"
+#include "vec.cuh"
+
+enum Norm { RMS, LAYER };
+
+enum Mask {
+    ALL_ROWS,
+    KEEP_OTHERS,  // outputs of rows that are not computed stay as they are
+    ZERO_OTHERS,  // and are set to zero
+};
+
+// A row's offset in elements is outer * outer_stride + inner * inner_stride, where
+// row = outer * inner_rows + inner; with SPLIT_ROWS false it is row * inner_stride.
+struct RowStrides {
+    long long outer;
+    long long inner;
+};
+
+// Outputs first, then inputs, sizes, scalars. Y, X: output and input; R: residual or Absent;
+// W: weight or Constant; B: bias, Constant or Absent; V: the integer type of valid_rows.
+template <typename Y, typename X, typename R, typename W, typename B, typename V>
+struct ForwardArguments {
+    using A = typename Accumulation<X>::type;
+    Y* y;
+    R* residual_out;  // null where R is Absent
+    A* mean;          // null where the statistic is not wanted
+    A* rstd;
+    const X* x;
+    const R* residual;
+    const W* weight;
+    const B* bias;
+    const bool* where;    // null: every row
+    const V* valid_rows;  // null: every row
+    long long rows;
+    long long hidden_size;
+    long long inner_rows;
+    RowStrides y_strides;
+    RowStrides residual_out_strides;
+    RowStrides x_strides;
+    RowStrides residual_strides;
+    long long weight_stride;  // between the heads' weights: hidden_size, or 0 for a shared weight
+    long long bias_stride;
+    A eps;
+    A weight_offset;
+    A weight_constant;  // the whole factor where W is Constant
+    A bias_constant;
+};
+
+// Where one row begins in each array.
+template <typename Y, typename X, typename R, typename W, typename B>
+struct RowPointers {
+    Y* y;
+    R* residual_out;
+    const X* x;
+    const R* residual;
+    const W* weight;
+    const B* bias;
+};
+
+template <bool SPLIT_ROWS, typename Y, typename X, typename R, typename W, typename B, typename V>
+__device__ __forceinline__ RowPointers<Y, X, R, W, B> row_pointers(
+    const ForwardArguments<Y, X, R, W, B, V>& arguments, long long row) {
+    const long long outer = SPLIT_ROWS ? row / arguments.inner_rows : 0;
+    const long long inner = SPLIT_ROWS ? row - outer * arguments.inner_rows : row;
+    const auto offset = [=](const RowStrides& strides) {
+        return SPLIT_ROWS ? outer * strides.outer + inner * strides.inner : inner * strides.inner;
+    };
+    RowPointers<Y, X, R, W, B> pointers = {};
+    pointers.y = arguments.y + offset(arguments.y_strides);
+    pointers.x = arguments.x + offset(arguments.x_strides);
+    if constexpr (is_array<R>) {
+        pointers.residual_out = arguments.residual_out + offset(arguments.residual_out_strides);
+        pointers.residual = arguments.residual + offset(arguments.residual_strides);
+    }
+    // Weights of heads exist only where rows are split: inner is then the head.
+    const long long head = SPLIT_ROWS ? inner : 0;
+    if constexpr (is_array<W>) pointers.weight = arguments.weight + head * arguments.weight_stride;
+    if constexpr (is_array<B>) pointers.bias = arguments.bias + head * arguments.bias_stride;
+    return pointers;
+}
+
+template <Mask MASK, typename Arguments>
+__device__ __forceinline__ bool row_is_computed(const Arguments& arguments, long long row) {
+    if (row >= arguments.rows) return false;
+    if constexpr (MASK != ALL_ROWS) {
+        if (arguments.valid_rows != nullptr && row >= *arguments.valid_rows) return false;
+        if (arguments.where != nullptr && !arguments.where[row]) return false;
+    }
+    return true;
+}
+
+template <Norm NORM, typename Arguments, typename A>
+__device__ __forceinline__ void store_statistics(const Arguments& arguments, long long row, A mean,
+                                                 A rstd) {
+    if (NORM == LAYER && arguments.mean != nullptr) arguments.mean[row] = mean;
+    if (arguments.rstd != nullptr) arguments.rstd[row] = rstd;
+}
+
+// Zeroes packs first, first + step, ... below end of a row that is not computed.
+template <bool ALIGNED, int VEC_SIZE, typename Y, typename X, typename R, typename W, typename B>
+__device__ __forceinline__ void zero_row(const RowPointers<Y, X, R, W, B>& at, long long first,
+                                         long long end, int step) {
+    const Pack<Y, VEC_SIZE> y = {};
+    const Pack<R, VEC_SIZE> residual_out = {};
+    for (long long pack = first; pack < end; pack += step) {
+        store_pack<ALIGNED>(at.y + pack * VEC_SIZE, y);
+        if constexpr (is_array<R>) {
+            store_pack<ALIGNED>(at.residual_out + pack * VEC_SIZE, residual_out);
+        }
+    }
+}
+
+// The held values of one pack: x in the accumulation type, plus the residual where there is one.
+template <typename A, typename X, typename R, int VEC_SIZE>
+__device__ __forceinline__ void add_residual(A (&values)[VEC_SIZE], const Pack<X, VEC_SIZE>& x,
+                                             const Pack<R, VEC_SIZE>& residual) {
+#pragma unroll
+    for (int i = 0; i < VEC_SIZE; ++i) {
+        values[i] = to_float(x.data[i]);
+        if constexpr (is_array<R>) values[i] = add_rn(values[i], to_float(residual.data[i]));
+    }
+}
+
+template <typename T, typename A, int VEC_SIZE>
+__device__ __forceinline__ void round_pack(Pack<T, VEC_SIZE>& pack, const A (&values)[VEC_SIZE]) {
+#pragma unroll
+    for (int i = 0; i < VEC_SIZE; ++i) pack.data[i] = from_float<T>(values[i]);
+}
+
+// From the held values to the output, one rounding a step, in this order: subtract the mean,
+// multiply by rstd, (round to X,) multiply by weight + offset, add the bias, round to Y.
+template <Norm NORM, bool CAST_BEFORE_WEIGHT, typename X, typename A>
+struct Normalise {
+    A mean;
+    A rstd;
+    A weight_offset;
+    A weight_constant;
+    A bias_constant;
+
+    template <typename Y, typename W, typename B, int VEC_SIZE>
+    __device__ __forceinline__ void operator()(Pack<Y, VEC_SIZE>& y, const A (&values)[VEC_SIZE],
+                                               const Pack<W, VEC_SIZE>& weight,
+                                               const Pack<B, VEC_SIZE>& bias) const {
+#pragma unroll
+        for (int i = 0; i < VEC_SIZE; ++i) {
+            A value = NORM == LAYER ? sub_rn(values[i], mean) : values[i];
+            value = mul_rn(value, rstd);
+            if constexpr (CAST_BEFORE_WEIGHT) value = to_float(from_float<X>(value));
+            if constexpr (is_array<W>) {
+                value = mul_rn(value, add_rn(to_float(weight.data[i]), weight_offset));
+            } else {
+                value = mul_rn(value, weight_constant);
+            }
+            if constexpr (is_array<B>) {
+                value = add_rn(value, to_float(bias.data[i]));
+            } else if constexpr (is_same<B, Constant>) {
+                value = add_rn(value, bias_constant);
+            }
+            y.data[i] = from_float<Y>(value);
+        }
+    }
+};
+
+template <typename A, int VEC_SIZE>
+__device__ __forceinline__ A pack_sum(const A (&values)[VEC_SIZE]) {
+    A sum = values[0];
+#pragma unroll
+    for (int i = 1; i < VEC_SIZE; ++i) sum += values[i];
+    return sum;
+}
+
+// Sum of (value - center)^2 over one pack.
+template <typename A, int VEC_SIZE>
+__device__ __forceinline__ A pack_sum_squares(const A (&values)[VEC_SIZE], A center) {
+    A sum = A(0);
+#pragma unroll
+    for (int i = 0; i < VEC_SIZE; ++i) {
+        const A deviation = sub_rn(values[i], center);
+        sum = fma_rn(deviation, deviation, sum);
+    }
+    return sum;
+}
+
+// Adds with the rounding error carried along, for sums of many terms in one thread.
+template <typename A>
+struct CompensatedSum {
+    A sum = A(0);
+    A error = A(0);
+
+    __device__ __forceinline__ void add(A term) {
+        const A corrected = sub_rn(term, error);
+        const A next = add_rn(sum, corrected);
+        error = sub_rn(sub_rn(next, sum), corrected);
+        sum = next;
+    }
+};

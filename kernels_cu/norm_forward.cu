@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// y = (s - mean) * rstd * (weight + offset) + bias over each row, s = x or x + residual;
+// rstd = 1 / sqrt(mean((s - mean)^2) + eps), where RMSNorm has no mean. The row stays in registers.
+// Owner: thread t of a row holds packs t, t + THREADS_PER_ROW, ...; VECS_PER_THREAD of them.
+// Launch: block (THREADS_PER_ROW * ROWS_PER_BLOCK), a multiple of 32; grid ceil(rows /
+// ROWS_PER_BLOCK) or fewer; no dynamic shared memory.
+// Caller guarantees: hidden_size is a multiple of VEC_SIZE and at most VEC_SIZE * VECS_PER_THREAD *
+// THREADS_PER_ROW, with equality where FULL; every pack lies on its word size where ALIGNED.
+// Moves: one read of x (and residual), one write of y (and residual_out).
+
+#include "fuse.cuh"
+#include "reduce.cuh"
+
+template <Norm NORM, typename Y, typename X, typename R, typename W, typename B, typename V,
+          int VEC_SIZE, int VECS_PER_THREAD, int THREADS_PER_ROW, int ROWS_PER_BLOCK, bool FULL,
+          bool ALIGNED, bool SPLIT_ROWS, bool CAST_BEFORE_WEIGHT, bool EARLY_WEIGHT, Mask MASK>
+__global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK)
+    norm_forward(const ForwardArguments<Y, X, R, W, B, V> arguments) {
+    using A = typename Accumulation<X>::type;
+    constexpr int SLOTS = row_reduce_slots(THREADS_PER_ROW, ROWS_PER_BLOCK);
+    __shared__ A sum_slots[NORM == LAYER ? SLOTS : 1];
+    __shared__ A square_slots[SLOTS];
+
+    const int thread = threadIdx.x % THREADS_PER_ROW;
+    const int row_in_block = threadIdx.x / THREADS_PER_ROW;
+    const int packs = static_cast<int>(arguments.hidden_size) / VEC_SIZE;
+    const long long rows_a_pass = static_cast<long long>(gridDim.x) * ROWS_PER_BLOCK;
+
+    for (long long first_row = static_cast<long long>(blockIdx.x) * ROWS_PER_BLOCK;
+         first_row < arguments.rows; first_row += rows_a_pass) {
+        const long long row = first_row + row_in_block;
+        const bool computed = row_is_computed<MASK>(arguments, row);
+        // A row that is not computed still meets its block at the barriers, with no packs.
+        const int held_packs = computed ? packs : 0;
+        const RowPointers<Y, X, R, W, B> at = row_pointers<SPLIT_ROWS>(arguments, row);
+        const auto holds = [=](int vec) {
+            return FULL ? computed : thread + vec * THREADS_PER_ROW < held_packs;
+        };
+
+        Pack<X, VEC_SIZE> x[VECS_PER_THREAD];
+        Pack<R, VEC_SIZE> residual[VECS_PER_THREAD];
+        Pack<W, VEC_SIZE> weight[VECS_PER_THREAD];
+        Pack<B, VEC_SIZE> bias[VECS_PER_THREAD];
+        const auto load_parameters = [&](int vec) {
+            const int element = (thread + vec * THREADS_PER_ROW) * VEC_SIZE;
+            if constexpr (is_array<W>) load_pack<KEEP, ALIGNED>(weight[vec], at.weight + element);
+            if constexpr (is_array<B>) load_pack<KEEP, ALIGNED>(bias[vec], at.bias + element);
+        };
+#pragma unroll
+        for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
+            if (!holds(vec)) continue;
+            const int element = (thread + vec * THREADS_PER_ROW) * VEC_SIZE;
+            load_pack<STREAM, ALIGNED>(x[vec], at.x + element);
+            if constexpr (is_array<R>) {
+                load_pack<STREAM, ALIGNED>(residual[vec], at.residual + element);
+            }
+        }
+        if constexpr (EARLY_WEIGHT) {
+#pragma unroll
+            for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
+                if (holds(vec)) load_parameters(vec);
+            }
+        }
+
+        A values[VECS_PER_THREAD][VEC_SIZE];
+#pragma unroll
+        for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
+            if (!holds(vec)) continue;
+            add_residual(values[vec], x[vec], residual[vec]);
+            if constexpr (is_array<R>) {
+                const int element = (thread + vec * THREADS_PER_ROW) * VEC_SIZE;
+                round_pack(residual[vec], values[vec]);
+                store_pack<ALIGNED>(at.residual_out + element, residual[vec]);
+            }
+        }
+
+        A mean = A(0);
+        if constexpr (NORM == LAYER) {
+            A sum = A(0);
+#pragma unroll
+            for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
+                if (holds(vec)) sum += pack_sum(values[vec]);
+            }
+            mean = row_reduce_sum<THREADS_PER_ROW>(sum, sum_slots) /
+                   static_cast<A>(arguments.hidden_size);
+        }
+        A squares = A(0);
+#pragma unroll
+        for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
+            if (holds(vec)) squares += pack_sum_squares(values[vec], mean);
+        }
+        squares = row_reduce_sum<THREADS_PER_ROW>(squares, square_slots);
+        const A rstd =
+            reciprocal_sqrt(squares / static_cast<A>(arguments.hidden_size) + arguments.eps);
+
+        if (computed && thread == 0) store_statistics<NORM>(arguments, row, mean, rstd);
+        const Normalise<NORM, CAST_BEFORE_WEIGHT, X, A> normalise = {
+            mean, rstd, arguments.weight_offset, arguments.weight_constant, arguments.bias_constant};
+#pragma unroll
+        for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
+            if (!holds(vec)) continue;
+            if constexpr (!EARLY_WEIGHT) load_parameters(vec);
+            const int element = (thread + vec * THREADS_PER_ROW) * VEC_SIZE;
+            Pack<Y, VEC_SIZE> y;
+            normalise(y, values[vec], weight[vec], bias[vec]);
+            store_pack<ALIGNED>(at.y + element, y);
+        }
+        if constexpr (MASK == ZERO_OTHERS) {
+            if (!computed && row < arguments.rows) {
+                zero_row<ALIGNED, VEC_SIZE>(at, thread, packs, THREADS_PER_ROW);
+                if (thread == 0) store_statistics<NORM>(arguments, row, A(0), A(0));
+            }
+        }
+        if (THREADS_PER_ROW > 32 && first_row + rows_a_pass < arguments.rows) {
+            __syncthreads();  // the slots are read by all before the next rows overwrite them
+        }
+    }
+}

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// The formula of norm_forward for long rows. The row is copied once into the shared memory of a
+// cluster of CLUSTER_SIZE blocks and read from there for every pass.
+// Owner: block r of the cluster holds the r-th share of the row's packs; thread t holds packs t,
+// t + THREADS, ... of the share, copies them itself and alone reads them.
+// Launch: block (THREADS), grid (rows * CLUSTER_SIZE), dynamic shared memory for THREADS *
+// VECS_PER_THREAD packs of x (and of residual).
+// Caller guarantees: hidden_size is a multiple of VEC_SIZE; a share is at most THREADS *
+// VECS_PER_THREAD packs, with equality in every block where FULL; ASYNC only where ALIGNED.
+// Moves: one read of x (and residual), one write of y (and residual_out).
+
+#include "fuse.cuh"
+#include "reduce.cuh"
+
+template <bool ASYNC, bool ALIGNED, typename T, int VEC_SIZE>
+__device__ __forceinline__ void stage_pack(Pack<T, VEC_SIZE>* shared, const T* source) {
+    if constexpr (ASYNC && sizeof(Pack<T, VEC_SIZE>) % 16 == 0) {
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof(Pack<T, VEC_SIZE>)) / 16; ++i) {
+            copy_async_16(reinterpret_cast<uint4*>(shared) + i,
+                          reinterpret_cast<const uint4*>(source) + i);
+        }
+    } else {
+        load_pack<STREAM, ALIGNED>(*shared, source);
+    }
+}
+
+template <Norm NORM, typename Y, typename X, typename R, typename W, typename B, typename V,
+          int VEC_SIZE, int VECS_PER_THREAD, int THREADS, int CLUSTER_SIZE, bool FULL, bool ALIGNED,
+          bool SPLIT_ROWS, bool CAST_BEFORE_WEIGHT, bool ASYNC, Mask MASK>
+__global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
+    norm_forward_staged(const ForwardArguments<Y, X, R, W, B, V> arguments) {
+    using A = typename Accumulation<X>::type;
+    extern __shared__ uint4 staged[];
+    __shared__ A sum_slots[row_reduce_slots(THREADS, 1)];
+    __shared__ A square_slots[row_reduce_slots(THREADS, 1)];
+    __shared__ A cluster_sum_slots[CLUSTER_SIZE];
+    __shared__ A cluster_square_slots[CLUSTER_SIZE];
+
+    const int rank = CLUSTER_SIZE == 1 ? 0 : static_cast<int>(cluster_rank());
+    const long long row = blockIdx.x / CLUSTER_SIZE;
+    const bool computed = row_is_computed<MASK>(arguments, row);
+    const int packs = static_cast<int>(arguments.hidden_size / VEC_SIZE);
+    const int share = (packs + CLUSTER_SIZE - 1) / CLUSTER_SIZE;
+    const int begin = min(rank * share, packs);
+    const int end = min(begin + share, packs);
+    const RowPointers<Y, X, R, W, B> at = row_pointers<SPLIT_ROWS>(arguments, row);
+    if (!computed) {  // the same in every thread of the cluster
+        if constexpr (MASK == ZERO_OTHERS) {
+            zero_row<ALIGNED, VEC_SIZE>(at, begin + static_cast<int>(threadIdx.x), end, THREADS);
+            if (rank == 0 && threadIdx.x == 0) store_statistics<NORM>(arguments, row, A(0), A(0));
+        }
+        return;
+    }
+
+    auto* const x_staged = reinterpret_cast<Pack<X, VEC_SIZE>*>(staged) + threadIdx.x;
+    auto* const residual_staged =
+        reinterpret_cast<Pack<R, VEC_SIZE>*>(reinterpret_cast<Pack<X, VEC_SIZE>*>(staged) +
+                                             THREADS * VECS_PER_THREAD) +
+        threadIdx.x;
+    const auto pack_of = [=](int vec) {
+        return begin + static_cast<int>(threadIdx.x) + vec * THREADS;
+    };
+    const auto holds = [=](int vec) { return FULL || pack_of(vec) < end; };
+    const auto held_values = [=](A(&values)[VEC_SIZE], int vec) {
+        if constexpr (is_array<R>) {
+            add_residual(values, x_staged[vec * THREADS], residual_staged[vec * THREADS]);
+        } else {
+            add_residual(values, x_staged[vec * THREADS], Pack<R, VEC_SIZE>{});
+        }
+    };
+
+#pragma unroll
+    for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
+        if (holds(vec)) {
+            const long long element = static_cast<long long>(pack_of(vec)) * VEC_SIZE;
+            stage_pack<ASYNC, ALIGNED>(x_staged + vec * THREADS, at.x + element);
+            if constexpr (is_array<R>) {
+                stage_pack<ASYNC, ALIGNED>(residual_staged + vec * THREADS, at.residual + element);
+            }
+        }
+        if constexpr (ASYNC) copy_async_commit();
+    }
+    if constexpr (CLUSTER_SIZE > 1) {
+        cluster_barrier();  // every block of the cluster runs, so its slots may be written
+    }
+
+    A sum = A(0);
+#pragma unroll
+    for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
+        if constexpr (ASYNC) copy_async_wait_for(VECS_PER_THREAD - 1 - vec);
+        if (!holds(vec)) continue;
+        const long long element = static_cast<long long>(pack_of(vec)) * VEC_SIZE;
+        A values[VEC_SIZE];
+        held_values(values, vec);
+        sum += NORM == LAYER ? pack_sum(values) : pack_sum_squares(values, A(0));
+        if constexpr (is_array<R>) {
+            Pack<R, VEC_SIZE> residual_out;
+            round_pack(residual_out, values);
+            store_pack<ALIGNED>(at.residual_out + element, residual_out);
+        }
+    }
+    sum = cluster_reduce_sum<CLUSTER_SIZE>(row_reduce_sum<THREADS>(sum, sum_slots),
+                                           cluster_sum_slots);
+    A mean = A(0);
+    A squares = sum;
+    if constexpr (NORM == LAYER) {
+        mean = sum / static_cast<A>(arguments.hidden_size);
+        squares = A(0);
+#pragma unroll
+        for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
+            if (!holds(vec)) continue;
+            A values[VEC_SIZE];
+            held_values(values, vec);
+            squares += pack_sum_squares(values, mean);
+        }
+        squares = cluster_reduce_sum<CLUSTER_SIZE>(row_reduce_sum<THREADS>(squares, square_slots),
+                                                   cluster_square_slots);
+    }
+    const A rstd = reciprocal_sqrt(squares / static_cast<A>(arguments.hidden_size) + arguments.eps);
+
+    if (rank == 0 && threadIdx.x == 0) store_statistics<NORM>(arguments, row, mean, rstd);
+    const Normalise<NORM, CAST_BEFORE_WEIGHT, X, A> normalise = {
+        mean, rstd, arguments.weight_offset, arguments.weight_constant, arguments.bias_constant};
+#pragma unroll
+    for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
+        if (!holds(vec)) continue;
+        const long long element = static_cast<long long>(pack_of(vec)) * VEC_SIZE;
+        A values[VEC_SIZE];
+        held_values(values, vec);
+        Pack<W, VEC_SIZE> weight;
+        Pack<B, VEC_SIZE> bias;
+        if constexpr (is_array<W>) load_pack<KEEP, ALIGNED>(weight, at.weight + element);
+        if constexpr (is_array<B>) load_pack<KEEP, ALIGNED>(bias, at.bias + element);
+        Pack<Y, VEC_SIZE> y;
+        normalise(y, values, weight, bias);
+        store_pack<ALIGNED>(at.y + element, y);
+    }
+}

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+// The only file with inline PTX. Each piece stands beside a plain C++ body, which runs where the
+// sources are compiled for a CPU; the names that begin with emulator_ are given there.
+#pragma once
+
+// Blocks a cluster, as an attribute of a kernel; architectures before 9.0 have no clusters and take
+// CLUSTER_SIZE 1 alone.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define CLUSTER_DIMS(CLUSTER_SIZE) __cluster_dims__(CLUSTER_SIZE, 1, 1)
+#else
+#define CLUSTER_DIMS(CLUSTER_SIZE)
+#endif
+
+// Begins a 16-byte copy from global to shared memory (compute capability 8.0 and later).
+__device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
+#if defined(__CUDACC__)
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global)
+                 : "memory");
+#else
+    emulator_copy_async(shared, global, 16);
+#endif
+}
+
+// Closes the group of copies begun since the last call.
+__device__ __forceinline__ void copy_async_commit() {
+#if defined(__CUDACC__)
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#else
+    emulator_copy_async_commit();
+#endif
+}
+
+// Waits until at most PENDING of this thread's newest groups are under way.
+template <int PENDING>
+__device__ __forceinline__ void copy_async_wait() {
+#if defined(__CUDACC__)
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#else
+    emulator_copy_async_wait(PENDING);
+#endif
+}
+
+// The same for a count that is a constant once its loop is unrolled; above 7 it waits for a few more
+// groups than it has to.
+__device__ __forceinline__ void copy_async_wait_for(int pending) {
+    switch (pending) {
+        case 0: return copy_async_wait<0>();
+        case 1: return copy_async_wait<1>();
+        case 2: return copy_async_wait<2>();
+        case 3: return copy_async_wait<3>();
+        case 4: return copy_async_wait<4>();
+        case 5: return copy_async_wait<5>();
+        case 6: return copy_async_wait<6>();
+        default: return copy_async_wait<7>();
+    }
+}
+
+__device__ __forceinline__ unsigned cluster_rank() {
+#if defined(__CUDACC__)
+    unsigned rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+#else
+    return emulator_cluster_rank();
+#endif
+}
+
+// Barrier over the cluster: what each block wrote to shared memory before it is seen by all after.
+__device__ __forceinline__ void cluster_barrier() {
+#if defined(__CUDACC__)
+    asm volatile(
+        "barrier.cluster.arrive.release.aligned;\n"
+        "barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+    emulator_cluster_arrive_wait();
+#endif
+}
+
+// Writes `value` to the place of `shared` in the block of the cluster with this rank.
+__device__ __forceinline__ void cluster_store(float* shared, unsigned rank, float value) {
+#if defined(__CUDACC__)
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    asm volatile(
+        "{\n"
+        ".reg .u32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "st.shared::cluster.f32 [remote], %2;\n"
+        "}" ::"r"(address),
+        "r"(rank), "f"(value)
+        : "memory");
+#else
+    *static_cast<float*>(emulator_cluster_map(shared, rank)) = value;
+#endif
+}
+
+__device__ __forceinline__ void cluster_store(double* shared, unsigned rank, double value) {
+#if defined(__CUDACC__)
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    asm volatile(
+        "{\n"
+        ".reg .u32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "st.shared::cluster.f64 [remote], %2;\n"
+        "}" ::"r"(address),
+        "r"(rank), "d"(value)
+        : "memory");
+#else
+    *static_cast<double*>(emulator_cluster_map(shared, rank)) = value;
+#endif
+}

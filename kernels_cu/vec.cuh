@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// Packs: VEC_SIZE neighbouring elements, which one thread moves together. Where the row allows it a
+// pack crosses memory in words of up to 16 bytes; a misaligned row fills the same pack element by
+// element, so that which elements a thread sums never depends on where the row lies.
+#pragma once
+
+template <int BYTES>
+struct Word;
+template <>
+struct Word<1> {
+    using type = unsigned char;
+};
+template <>
+struct Word<2> {
+    using type = unsigned short;
+};
+template <>
+struct Word<4> {
+    using type = unsigned int;
+};
+template <>
+struct Word<8> {
+    using type = uint2;
+};
+template <>
+struct Word<16> {
+    using type = uint4;
+};
+
+__host__ __device__ constexpr int word_bytes(int bytes) { return bytes < 16 ? bytes : 16; }
+
+template <typename T, int VEC_SIZE>
+struct alignas(word_bytes(sizeof(T) * VEC_SIZE)) Pack {
+    T data[VEC_SIZE];
+};
+
+// How a load or store treats the caches.
+enum Hint {
+    KEEP,    // will be read again: weights, bias
+    STREAM,  // touched once: evict first
+};
+
+template <Hint HINT, typename W>
+__device__ __forceinline__ W load_word(const W* address) {
+    if constexpr (HINT == STREAM) {
+        return __ldcs(address);
+    } else {
+        return __ldg(address);
+    }
+}
+
+template <Hint HINT, bool ALIGNED, typename T, int VEC_SIZE>
+__device__ __forceinline__ void load_pack(Pack<T, VEC_SIZE>& pack, const T* source) {
+    constexpr int BYTES = ALIGNED ? word_bytes(sizeof(T) * VEC_SIZE) : sizeof(T);
+    using W = typename Word<BYTES>::type;
+    W* words = reinterpret_cast<W*>(pack.data);
+    const W* from = reinterpret_cast<const W*>(source);
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(T)) * VEC_SIZE / BYTES; ++i) {
+        words[i] = load_word<HINT>(from + i);
+    }
+}
+
+template <bool ALIGNED, typename T, int VEC_SIZE>
+__device__ __forceinline__ void store_pack(T* target, const Pack<T, VEC_SIZE>& pack) {
+    constexpr int BYTES = ALIGNED ? word_bytes(sizeof(T) * VEC_SIZE) : sizeof(T);
+    using W = typename Word<BYTES>::type;
+    const W* words = reinterpret_cast<const W*>(pack.data);
+    W* to = reinterpret_cast<W*>(target);
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(T)) * VEC_SIZE / BYTES; ++i) {
+        __stcs(to + i, words[i]);
+    }
+}
