@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The road of every call: border -> check -> backend -> border."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from . import _cpu
+from ._border import Caller, dtype_name
+from ._call import Backward, Device, Forward, Norm
+from ._check import Options, check_backward, check_forward, check_qk
+
+ArrayT = TypeVar("ArrayT")
+
+
+class Backend(Protocol):
+    """What the NumPy and the CUDA backend have in common."""
+
+    def forward(self, call: Forward) -> None:
+        """Write the outputs of `call`."""
+
+    def backward(self, call: Backward) -> None:
+        """Write the gradients of `call`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs(Generic[ArrayT]):
+    """What a forward call can return; what the function does not ask for is None."""
+
+    y: ArrayT
+    residual_out: ArrayT
+    mean: ArrayT
+    rstd: ArrayT
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients(Generic[ArrayT]):
+    """What a backward call returns."""
+
+    dx: ArrayT | None
+    dresidual: ArrayT | None
+    dweight: ArrayT | None
+    dbias: ArrayT | None
+
+
+def backend(device: Device) -> Backend:
+    """The backend that computes on `device`."""
+    if device.kind == "cpu":
+        return _cpu
+    from . import _cuda
+
+    return _cuda
+
+
+def forward(
+    function: str,
+    norm: Norm,
+    x: ArrayT,
+    weight: object,
+    bias: object,
+    options: Options,
+    *,
+    where: object = None,
+    valid_rows: object = None,
+    out: object = None,
+    out_dtype: object = None,
+    residual: object = None,
+    residual_out: object = None,
+    mean_out: object = None,
+    rstd_out: object = None,
+    adds: bool = False,
+    statistics: bool = False,
+) -> Outputs[ArrayT]:
+    """Run one forward function; `adds` and `statistics` say which of its kind it is."""
+    caller = Caller("x", x)
+    call = check_forward(
+        function,
+        norm,
+        caller.space,
+        x=caller.x,
+        residual=caller.input("residual", residual) if adds else None,
+        weight=caller.parameter("weight", weight),
+        bias=caller.parameter("bias", bias),
+        where=caller.optional("where", where),
+        valid_rows=caller.optional("valid_rows", valid_rows),
+        options=options,
+        out=caller.output("out", out),
+        out_dtype=dtype_name("out_dtype", out_dtype),
+        residual_out=caller.output("residual_out", residual_out),
+        mean_out=caller.output("mean_out", mean_out),
+        rstd_out=caller.output("rstd_out", rstd_out),
+        statistics=statistics,
+    )
+    backend(caller.x.device).forward(call)
+    return Outputs(
+        caller.give(call.y, out),
+        caller.give(call.residual_out, residual_out),
+        caller.give(call.mean, mean_out),
+        caller.give(call.rstd, rstd_out),
+    )
+
+
+def backward(
+    function: str,
+    norm: Norm,
+    dout: object,
+    x: ArrayT,
+    weight: object,
+    bias: object,
+    options: Options,
+    *,
+    mean: object = None,
+    rstd: object,
+    where: object,
+    valid_rows: object,
+    need_dx: object,
+    need_dweight: object,
+    dx_out: object,
+    dweight_out: object,
+    dbias_out: object,
+    dweight_dtype: object,
+    dresidual_out: object = None,
+    x_dtype: object = None,
+    added: bool = False,
+) -> Gradients[ArrayT]:
+    """Run one backward function; `added` says that x is the residual_out of an add_* function."""
+    caller = Caller("residual_out" if added else "x", x)
+    call = check_backward(
+        function,
+        norm,
+        caller.space,
+        dout=caller.input("dout", dout),
+        dresidual_out=caller.optional("dresidual_out", dresidual_out),
+        x=caller.x,
+        weight=caller.parameter("weight", weight),
+        bias=caller.parameter("bias", bias),
+        mean=caller.optional("mean", mean),
+        rstd=caller.optional("rstd", rstd),
+        where=caller.optional("where", where),
+        valid_rows=caller.optional("valid_rows", valid_rows),
+        options=options,
+        need_dx=need_dx,
+        need_dweight=need_dweight,
+        dx_out=caller.output("dx_out", dx_out),
+        dweight_out=caller.output("dweight_out", dweight_out),
+        dbias_out=caller.output("dbias_out", dbias_out),
+        dweight_dtype=dtype_name("dweight_dtype", dweight_dtype),
+        x_dtype=dtype_name("x_dtype", x_dtype),
+        added=added,
+    )
+    if call.dx is not None or call.dweight is not None or call.dbias is not None:
+        backend(caller.x.device).backward(call)
+    dx = caller.give(call.dx, dx_out)
+    return Gradients(
+        dx,
+        dx if call.dresidual is None else caller.give(call.dresidual, None),
+        caller.give(call.dweight, dweight_out),
+        caller.give(call.dbias, dbias_out),
+    )
+
+
+def qk_forward(
+    q: ArrayT,
+    k: ArrayT,
+    q_weight: object,
+    k_weight: object,
+    options: Options,
+    q_out: object,
+    k_out: object,
+) -> tuple[ArrayT, ArrayT]:
+    """Run qk_norm."""
+    q_caller, k_caller = Caller("q", q), Caller("k", k)
+    q_caller.same_library(k_caller)
+    q_call, k_call = check_qk(
+        q_caller.space,
+        q=q_caller.x,
+        k=k_caller.x,
+        q_weight=q_caller.parameter("q_weight", q_weight),
+        k_weight=k_caller.parameter("k_weight", k_weight),
+        options=options,
+        q_out=q_caller.output("q_out", q_out),
+        k_out=q_caller.output("k_out", k_out),
+    )
+    run = backend(q_caller.x.device).forward
+    run(q_call)
+    run(k_call)
+    return q_caller.give(q_call.y, q_out), k_caller.give(k_call.y, k_out)
