@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays in and out: the only file that knows that array libraries exist.
+"""Arrays in and out: which library an array is of, and what goes back to the caller.
 
 It imports none of them before the caller has: an array's library is found through `sys.modules`.
 NumPy, torch and CuPy arrays are described through their own attributes; any other array comes in
@@ -9,25 +9,15 @@ that NumPy (host memory) or CuPy (a GPU) holds, and runs on CuPy's current strea
 
 from __future__ import annotations
 
-import contextlib
-import math
 import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from . import _check
-from ._call import Array, Device
-from ._dtypes import TABLE, numpy_dtype
-
-CPU = Device("cpu", 0)
-
-# DLPack's device types that a backend can read.
-DLPACK_HOST = (1,)
-DLPACK_CUDA = (2, 13)
-
-CUDA_EVENT_DISABLE_TIMING = 2
+from . import _refuse
+from ._call import Array
+from ._dtypes import TABLE
+from ._libraries import CUPY, DLPACK_CUDA, NUMPY, TORCH, Exchanged, Library
 
 
 class Caller:
@@ -36,18 +26,18 @@ class Caller:
     def __init__(self, name: str, x: object) -> None:
         self._name = name
         self._library = _library(name, x)
-        self.x = _describe(self._library, name, x, output=False)
+        self.x = self._library.describe(name, x, output=False)
         self.space = self._library.space(self.x.device)
 
     def same_library(self, other: Caller) -> None:
         """Refuse a second caller of another library."""
         if other._library.name != self._library.name:
-            _check.other_library(other._name, self._name, self._library.name, other._library.name)
+            _refuse.other_library(other._name, self._name, self._library.name, other._library.name)
 
     def input(self, name: str, value: object) -> Array:
         """Describe an input; it may be of another library than x."""
         library = _library(name, value)
-        array = _describe(library, name, value, output=False)
+        array = library.describe(name, value, output=False)
         if array.device == self.x.device:
             self.space.wait_for(library.stream(array.device))
         return array
@@ -60,10 +50,10 @@ class Caller:
         """Describe a weight or bias: an array, a constant or None."""
         if value is None:
             return None
-        if _check.is_number(value):
-            return _check.number(name, value)
+        if _refuse.is_number(value):
+            return _refuse.number(name, value)
         if _find(value) is None:
-            _check.not_an_array(name, value, constant=True)
+            _refuse.not_an_array(name, value, constant=True)
         return self.input(name, value)
 
     def output(self, name: str, value: object) -> Array | None:
@@ -72,8 +62,8 @@ class Caller:
             return None
         library = _library(name, value)
         if library.name != self._library.name:
-            _check.other_library(name, self._name, self._library.name, library.name)
-        return _describe(library, name, value, output=True)
+            _refuse.other_library(name, self._name, self._library.name, library.name)
+        return library.describe(name, value, output=True)
 
     def give(self, array: Array | None, given: object) -> Any:
         """What the caller gets back: the output that was given, or the one made for this call."""
@@ -85,6 +75,20 @@ class Caller:
         return self._library.give(array)
 
 
+def look_at_parameter(name: str, value: object) -> Array | float | None:
+    """Describe a weight or bias that no call uses yet; one that requires grad may come so far."""
+    if value is None:
+        return None
+    if _refuse.is_number(value):
+        return _refuse.number(name, value)
+    library = _find(value)
+    if library is None:
+        _refuse.not_an_array(name, value, constant=True)
+    if library is TORCH:
+        value = TORCH.detached(value)
+    return library.describe(name, value, output=False)
+
+
 def dtype_name(name: str, value: object) -> str | None:
     """The name of the dtype that `value` stands for, in any library's spelling."""
     if value is None or (isinstance(value, str) and value in TABLE):
@@ -94,41 +98,41 @@ def dtype_name(name: str, value: object) -> str | None:
     try:
         dtype = np.dtype(value)  # type: ignore[call-overload]
     except TypeError:
-        _check.not_a_dtype(name, value)
+        _refuse.not_a_dtype(name, value)
     if not dtype.isnative:
-        _check.not_a_dtype(name, value)
+        _refuse.not_a_dtype(name, value)
     return str(dtype.name)
 
 
 # Finding the library of an array -------------------------------------------------------------
 
 
-def _find(value: object) -> _Library | None:
+def _find(value: object) -> Library | None:
     """The library of `value`, or None if it is no array."""
     if isinstance(value, np.ndarray):
-        return _NUMPY
+        return NUMPY
     if _is(value, "torch", "Tensor"):
-        return _TORCH
+        return TORCH
     if _is(value, "cupy", "ndarray"):
-        return _CUPY
+        return CUPY
     if isinstance(value, (np.generic, bytes, bytearray, type)):
         return None
     if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
         device_type, _ = value.__dlpack_device__()
         if int(device_type) in DLPACK_CUDA:
-            return _exchange(value, _CUPY, _cuda_view)
-        return _exchange(value, _NUMPY, _host_view)
+            return Exchanged(value, CUPY)
+        return Exchanged(value, NUMPY)
     if hasattr(value, "__cuda_array_interface__"):
-        return _exchange(value, _CUPY, _cuda_view)
+        return Exchanged(value, CUPY)
     if hasattr(value, "__array_interface__") or isinstance(value, memoryview) or _has_buffer(value):
-        return _exchange(value, _NUMPY, _host_view)
+        return Exchanged(value, NUMPY)
     return None
 
 
-def _library(name: str, value: object) -> _Library:
+def _library(name: str, value: object) -> Library:
     library = _find(value)
     if library is None:
-        _check.not_an_array(name, value)
+        _refuse.not_an_array(name, value)
     return library
 
 
@@ -143,492 +147,3 @@ def _has_buffer(value: object) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _describe(library: _Library, name: str, value: object, *, output: bool) -> Array:
-    return library.describe(name, value, output)
-
-
-# Libraries -----------------------------------------------------------------------------------
-
-
-class _Library:
-    """What the border asks of an array library."""
-
-    name: str
-
-    def describe(self, name: str, value: Any, output: bool) -> Array:
-        """`value` as an Array; its `native` is what this library's space works on."""
-        raise NotImplementedError
-
-    def space(self, device: Device) -> _Space:
-        """Memory and the current stream of this library on `device`."""
-        raise NotImplementedError
-
-    def stream(self, device: Device) -> int:
-        """The raw handle of this library's current stream on `device`; 0 on the CPU."""
-        return 0
-
-    def give(self, array: Array) -> Any:
-        """An output made by this library's space, for the caller."""
-        return array.native
-
-    def written(self, array: Array) -> None:
-        """Tell the library that an array of the caller's has new values."""
-
-
-class _Space:
-    """The part of a space that does not depend on where it lies."""
-
-    device: Device
-    stream: int
-
-    def empty(self, name: str, shape: tuple[int, ...], dtype: str) -> Array:
-        raise NotImplementedError
-
-    def contiguous(self, array: Array) -> Array:
-        raise NotImplementedError
-
-    def assign(self, target: Array, source: Array) -> None:
-        raise NotImplementedError
-
-    def wait_for(self, stream: int) -> None:
-        """Let this space's stream wait for what `stream` has been given so far."""
-
-
-class _HostSpace(_Space):
-    """Host memory, held by NumPy."""
-
-    device = CPU
-    stream = 0
-
-    def empty(self, name: str, shape: tuple[int, ...], dtype: str) -> Array:
-        return _host_array(name, None, np.empty(shape, numpy_dtype(dtype)))
-
-    def contiguous(self, array: Array) -> Array:
-        return _host_array(array.name, None, np.array(array.numpy, order="C", subok=False))
-
-    def assign(self, target: Array, source: Array) -> None:
-        np.copyto(target.numpy, source.numpy)
-
-
-class _NumPy(_Library):
-    name = "numpy"
-
-    def describe(self, name: str, value: Any, output: bool) -> Array:
-        if isinstance(value, np.ma.MaskedArray):
-            _check.unsupported_array(name, "a plain array", "a masked array")
-        if not value.dtype.isnative:
-            _check.unsupported_array(name, "in native byte order", str(value.dtype))
-        return _host_array(name, None, value, output)
-
-    def space(self, device: Device) -> _Space:
-        return _HostSpace()
-
-
-class _Torch(_Library):
-    name = "torch"
-
-    def describe(self, name: str, value: Any, output: bool) -> Array:
-        torch = sys.modules["torch"]
-        if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            _check.unsupported_array(name, "a tensor with memory of its own", _check.kind(value))
-        if value.layout is not torch.strided:
-            _check.unsupported_array(name, "a dense tensor", str(value.layout))
-        if value.is_neg():
-            _check.unsupported_array(name, "a resolved tensor", "one with the negative bit set")
-        if value.requires_grad:
-            if output:
-                _check.output_needs_gradient(name)
-            if torch.is_grad_enabled():
-                _check.needs_gradient(name)
-            value = value.detach()
-        where = value.device
-        if where.type == "cuda":
-            return Array(
-                name,
-                value,
-                value.data_ptr(),
-                tuple(value.shape),
-                _regular(tuple(value.shape), value.stride()),
-                _torch_dtype_name(value.dtype),
-                Device("cuda", where.index),
-            )
-        if where.type != "cpu":
-            _check.unreachable_device(name, str(where))
-        return _torch_host_array(name, value)
-
-    def space(self, device: Device) -> _Space:
-        return _TorchHostSpace() if device == CPU else _TorchSpace(device)
-
-    def stream(self, device: Device) -> int:
-        return 0 if device == CPU else _torch_stream(device.index)
-
-    def written(self, array: Array) -> None:
-        # Autograd then refuses a backward through values that this call replaced.
-        sys.modules["torch"].autograd.graph.increment_version(array.native)
-
-
-class _CuPy(_Library):
-    name = "cupy"
-
-    def describe(self, name: str, value: Any, output: bool) -> Array:
-        return _cupy_array(name, value)
-
-    def space(self, device: Device) -> _Space:
-        return _CuPySpace(device)
-
-    def stream(self, device: Device) -> int:
-        return 0 if device == CPU else _cupy_stream(device.index)
-
-
-class _Exchanged(_Library):
-    """Another library, whose arrays come in as views that NumPy or CuPy holds."""
-
-    def __init__(
-        self, holder: _Library, view: Callable[[str, Any], tuple[Any, bool]], module: str | None
-    ) -> None:
-        self.name = module or holder.name
-        self._holder = holder
-        self._view = view
-        self._namespace: Any = None
-
-    def describe(self, name: str, value: Any, output: bool) -> Array:
-        view, readonly = self._view(name, value)
-        if hasattr(value, "__array_namespace__"):
-            self._namespace = value.__array_namespace__()
-        array = self._holder.describe(name, view, output)
-        if not readonly:
-            return array
-        return Array(
-            array.name,
-            array.native,
-            array.pointer,
-            array.shape,
-            array.strides,
-            array.dtype,
-            array.device,
-            array.numpy,
-            True,
-        )
-
-    def space(self, device: Device) -> _Space:
-        return self._holder.space(device)
-
-    def stream(self, device: Device) -> int:
-        return self._holder.stream(device)
-
-    def give(self, array: Array) -> Any:
-        if self._namespace is None:
-            return array.native
-        try:
-            return self._namespace.from_dlpack(array.native)
-        except BufferError:
-            # NumPy exports no bfloat16.
-            return self._namespace.asarray(array.native)
-
-
-_NUMPY = _NumPy()
-_TORCH = _Torch()
-_CUPY = _CuPy()
-
-
-def _exchange(
-    value: object, holder: _Library, view: Callable[[str, Any], tuple[Any, bool]]
-) -> _Library:
-    known = hasattr(value, "__array_namespace__")
-    return _Exchanged(holder, view, type(value).__module__.partition(".")[0] if known else None)
-
-
-# Host memory ---------------------------------------------------------------------------------
-
-
-def _host_array(name: str, native: Any, values: np.ndarray, output: bool = False) -> Array:
-    """Describe an ndarray; `native` is the object of another library over the same memory."""
-    itemsize = values.dtype.itemsize
-    if any(stride % itemsize for stride in values.strides if itemsize):
-        if output:
-            _check.uneven_strides(name)
-        values = np.array(values, order="C")
-    values = values.view(np.ndarray)
-    return Array(
-        name,
-        values if native is None else native,
-        values.__array_interface__["data"][0],
-        values.shape,
-        _regular(values.shape, tuple(stride // itemsize for stride in values.strides)),
-        values.dtype.name,
-        CPU,
-        values,
-        not values.flags.writeable,
-    )
-
-
-def _host_view(name: str, value: Any) -> tuple[Any, bool]:
-    """Another library's array in host memory as an ndarray, and whether it is read-only."""
-    if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
-        device_type, index = value.__dlpack_device__()
-        if int(device_type) not in DLPACK_HOST:
-            _check.unreachable_device(name, f"DLPack device {(int(device_type), index)}")
-        try:
-            view = np.from_dlpack(value)
-        except (BufferError, RuntimeError, TypeError):
-            # NumPy reads no bfloat16 by DLPack.
-            view = np.asarray(value)
-    else:
-        view = np.asarray(value)
-    return view, not view.flags.writeable
-
-
-class _TorchHostSpace(_HostSpace):
-    """Host memory, held by torch."""
-
-    def empty(self, name: str, shape: tuple[int, ...], dtype: str) -> Array:
-        torch = sys.modules["torch"]
-        return _torch_host_array(name, torch.empty(shape, dtype=getattr(torch, dtype)))
-
-
-def _torch_host_array(name: str, tensor: Any) -> Array:
-    torch = sys.modules["torch"]
-    dtype = _torch_dtype_name(tensor.dtype)
-    if dtype == "bfloat16":
-        # torch.Tensor.numpy knows no bfloat16.
-        values = tensor.view(torch.int16).numpy().view(numpy_dtype(dtype))
-    elif dtype in TABLE:
-        values = tensor.numpy()
-    else:
-        values = None
-    shape = tuple(tensor.shape)
-    return Array(
-        name,
-        tensor,
-        tensor.data_ptr(),
-        shape,
-        _regular(shape, tensor.stride()),
-        dtype,
-        CPU,
-        values,
-    )
-
-
-def _torch_dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _regular(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """`strides` with the free ones, those of axes of length 1 and of empty arrays, set as in a
-    contiguous array."""
-    if 0 in shape:
-        return _contiguous_strides(shape)
-    if 1 not in shape:
-        return tuple(strides)
-    regular: list[int] = []
-    step = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        regular.append(step if size == 1 else stride)
-        step = regular[-1] * size
-    return tuple(reversed(regular))
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
-# GPU memory ----------------------------------------------------------------------------------
-
-
-class _CudaSpace(_Space):
-    """Memory on a GPU, ordered on the stream that is current for the caller's library."""
-
-    def __init__(self, device: Device, stream: int) -> None:
-        self.device = device
-        self.stream = stream
-
-    def wait_for(self, stream: int) -> None:
-        if stream != self.stream:
-            _order(stream, self.stream, self.device.index)
-
-
-class _TorchSpace(_CudaSpace):
-    def __init__(self, device: Device) -> None:
-        super().__init__(device, _torch_stream(device.index))
-
-    def empty(self, name: str, shape: tuple[int, ...], dtype: str) -> Array:
-        torch = sys.modules["torch"]
-        device = torch.device("cuda", self.device.index)
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        return _TORCH.describe(name, tensor, output=True)
-
-    def contiguous(self, array: Array) -> Array:
-        torch = sys.modules["torch"]
-        if isinstance(array.native, torch.Tensor):
-            copy = array.native.clone(memory_format=torch.contiguous_format)
-        else:
-            # CuPy copies first, since torch aborts on a DLPack array with a negative stride.
-            cupy_space = _CuPySpace(self.device)
-            source = cupy_space.contiguous(array)
-            self.wait_for(cupy_space.stream)
-            copy = torch.from_dlpack(source.native).clone()
-            # CuPy's pool may hand the temporary out again only after torch has read it.
-            cupy_space.wait_for(self.stream)
-        return _TORCH.describe(array.name, copy, output=True)
-
-    def assign(self, target: Array, source: Array) -> None:
-        target.native.copy_(source.native)
-
-
-class _CuPySpace(_CudaSpace):
-    def __init__(self, device: Device) -> None:
-        super().__init__(device, _cupy_stream(device.index))
-
-    def empty(self, name: str, shape: tuple[int, ...], dtype: str) -> Array:
-        with _on_device(self.device.index):
-            return _cupy_array(name, _cupy().ndarray(shape, numpy_dtype(dtype)))
-
-    def contiguous(self, array: Array) -> Array:
-        with _on_device(self.device.index):
-            return _cupy_array(array.name, self._ndarray(array).copy(order="C"))
-
-    def assign(self, target: Array, source: Array) -> None:
-        with _on_device(self.device.index):
-            self._ndarray(target)[...] = self._ndarray(source)
-
-    def _ndarray(self, array: Array) -> Any:
-        if isinstance(array.native, _cupy().ndarray):
-            return array.native
-        return _over_pointer(
-            array.pointer,
-            array.shape,
-            array.strides,
-            numpy_dtype(array.dtype),
-            array.device.index,
-            array.native,
-        )
-
-
-def _cupy() -> Any:
-    """CuPy, which this imports for arrays on a GPU that are neither torch's nor CuPy's."""
-    import cupy
-
-    return cupy
-
-
-def _cupy_array(name: str, value: Any) -> Array:
-    itemsize = value.dtype.itemsize
-    strides = value.strides
-    if any(stride % itemsize for stride in strides):
-        _check.uneven_strides(name)
-    return Array(
-        name,
-        value,
-        value.data.ptr,
-        value.shape,
-        _regular(value.shape, tuple(stride // itemsize for stride in strides)),
-        value.dtype.name,
-        Device("cuda", value.data.device_id),
-    )
-
-
-def _cuda_view(name: str, value: Any) -> tuple[Any, bool]:
-    """Another library's array on a GPU as a CuPy array, and whether it is read-only.
-
-    CuPy's current stream waits for the producer; the host never does.
-    """
-    try:
-        cupy = _cupy()
-    except Exception as error:  # a broken CuPy raises anything from ImportError to OSError
-        _check.no_gpu(name, f"import cupy failed ({error})")
-    if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
-        # CuPy hands its current stream to value.__dlpack__(stream=...).
-        view = cupy.from_dlpack(value)
-        # JAX arrays never change; DLPack's read-only flag is lost in CuPy.
-        immutable = type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
-        return view, immutable
-    interface = value.__cuda_array_interface__
-    if interface.get("mask") is not None:
-        _check.unsupported_array(name, "a plain array", "a masked array")
-    dtype = np.dtype(interface["typestr"])
-    shape = tuple(interface["shape"])
-    pointer, readonly = interface["data"]
-    strides = interface.get("strides")
-    if strides is None:
-        counted = _contiguous_strides(shape)
-    else:
-        if any(stride % dtype.itemsize for stride in strides):
-            _check.uneven_strides(name)
-        counted = tuple(stride // dtype.itemsize for stride in strides)
-    index = _pointer_device(pointer)
-    stream = interface.get("stream")
-    if stream is not None:
-        current = _cupy_stream(index)
-        if stream != current:
-            _order(stream, current, index)
-    return _over_pointer(pointer, shape, counted, dtype, index, value), readonly
-
-
-def _over_pointer(
-    pointer: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: np.dtype,
-    index: int,
-    owner: object,
-) -> Any:
-    """A CuPy array over memory that `owner` keeps alive."""
-    cupy = _cupy()
-    steps = zip(shape, strides, strict=True)
-    reach = sum((size - 1) * abs(stride) for size, stride in steps if size)
-    memory = cupy.cuda.UnownedMemory(pointer, (reach + 1) * dtype.itemsize, owner, index)
-    return cupy.ndarray(
-        shape,
-        dtype,
-        cupy.cuda.MemoryPointer(memory, 0),
-        tuple(stride * dtype.itemsize for stride in strides),
-    )
-
-
-def _pointer_device(pointer: int) -> int:
-    runtime = _cupy().cuda.runtime
-    if not pointer:  # an empty array
-        return int(runtime.getDevice())
-    return int(runtime.pointerGetAttributes(pointer).device)
-
-
-def _torch_stream(index: int) -> int:
-    torch = sys.modules["torch"]
-    raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    if raw_stream is not None:
-        return int(raw_stream(index))
-    return int(torch.cuda.current_stream(index).cuda_stream)
-
-
-def _cupy_stream(index: int) -> int:
-    return int(_cupy().cuda.get_current_stream(index).ptr)
-
-
-@contextlib.contextmanager
-def _on_device(index: int) -> Iterator[None]:
-    """Make `index` CUDA's current device of this thread, and leave it as it was."""
-    runtime = _cupy().cuda.runtime
-    current = runtime.getDevice()
-    if current == index:
-        yield
-        return
-    runtime.setDevice(index)
-    try:
-        yield
-    finally:
-        runtime.setDevice(current)
-
-
-def _order(producer: int, consumer: int, index: int) -> None:
-    """Let the stream `consumer` wait for the work that the stream `producer` has so far."""
-    runtime = _cupy().cuda.runtime
-    with _on_device(index):
-        event = runtime.eventCreateWithFlags(CUDA_EVENT_DISABLE_TIMING)
-        try:
-            runtime.eventRecord(event, producer)
-            runtime.streamWaitEvent(consumer, event)
-        finally:
-            # CUDA frees the event once the wait is over.
-            runtime.eventDestroy(event)

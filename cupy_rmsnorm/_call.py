@@ -122,3 +122,21 @@ class Backward(Rows):
     dresidual: Array | None  # only where its dtype differs from dx's; else the caller gets dx
     dweight: Array | None
     dbias: Array | None
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupCall:
+    """A call that `warmup` prepares: what chooses its kernels. Dtypes by name."""
+
+    op: str  # a public function's name
+    hidden_size: int
+    dtype: str  # of x; backward of add_*: of residual_out
+    weight_dtype: str | None  # None: no weight, or a constant
+    bias_dtype: str | None  # None: no bias
+    residual_dtype: str | None  # given if and only if the op is a forward function with a residual
+    out_dtype: str  # forward: of y; backward: of dx
+    dout_dtype: str | None  # given if and only if the op is a backward function
+    dweight_dtype: str | None  # None: no dweight
+    cast: Cast
+    per_head: bool
+    masked: Masked | None  # None: no mask

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paragraphs that several public docstrings share, and the decorator that puts them in."""
+"""What the signatures and docstrings of the public functions share."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
+
+Axis = int | tuple[int, ...]
+CastOption = Literal["once", "before_weight"]
+MaskedOption = Literal["keep", "zero"]
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -53,6 +57,10 @@ PARAGRAPHS = {
                 int32 or int64, shape () or (1,), on x's device: how many leading rows are computed,
                 clamped to [0, rows]. With `where`, a row is computed if both say so.
         """,
+        "bound_options": """
+            weight_offset, axis, cast, per_head, out_dtype
+                As in the function that this binds.
+        """,
         "masked": """
             masked : {"keep", "zero"}, default "keep"
                 What becomes of rows that are not computed: "keep" leaves them untouched in every
@@ -97,10 +105,13 @@ PARAGRAPHS = {
             mean : array
                 float32 (float64 for float64), one element a row.
         """,
-        "rstd_returned": """
+        "rstd_rms": """
             rstd : array
-                float32 (float64 for float64), one element a row: the reciprocal root of the mean
-                square plus eps.
+                float32 (float64 for float64), one element a row: ``1 / sqrt(mean(x ** 2) + eps)``.
+        """,
+        "rstd_layer": """
+            rstd : array
+                float32 (float64 for float64), one element a row: ``1 / sqrt(variance + eps)``.
         """,
         "dout": """
             dout : array

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules on single values, and the refusals that the border raises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NoReturn, cast
+
+import numpy as np
+
+
+def kind(value: object) -> str:
+    """How a message calls the type of `value`."""
+    cls = type(value)
+    return cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def is_number(value: object) -> bool:
+    """Whether `value` is a real Python or NumPy scalar; a bool is none."""
+    if isinstance(value, bool):
+        return False
+    if isinstance(value, (int, float, np.integer, np.floating)):
+        return True
+    return isinstance(value, np.generic) and value.dtype.name == "bfloat16"
+
+
+def number(name: str, value: object) -> float:
+    """`value` as a finite float."""
+    if not is_number(value):
+        raise TypeError(f"{name} must be a real number, got {shown(value)}")
+    try:
+        result = float(cast(float, value))
+    except OverflowError:
+        result = math.inf
+    if not math.isfinite(result):
+        raise ValueError(f"{name} must be finite, got {result}")
+    return result
+
+
+def epsilon(value: object) -> float:
+    """`value` as an eps."""
+    eps = number("eps", value)
+    if eps < 0:
+        raise ValueError(f"eps must not be negative, got {eps}")
+    return eps
+
+
+def flag(name: str, value: object) -> bool:
+    """`value` as a bool."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+    return bool(value)
+
+
+def choice(name: str, value: object, choices: Sequence[str]) -> str:
+    """`value` as one of `choices`."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {shown(value)}")
+    if value not in choices:
+        raise ValueError(f"{name} must be {either(map(repr, choices))}, got {value!r}")
+    return value
+
+
+def not_an_array(name: str, value: object, *, constant: bool = False) -> NoReturn:
+    """Refuse a value that is no array of any library."""
+    hint = ""
+    if constant and isinstance(value, tuple):
+        hint = " (the normalised shape follows from x and axis)"
+    wanted = "an array or a real number" if constant else "an array"
+    raise TypeError(f"{name} must be {wanted}, got {kind(value)}{hint}")
+
+
+def unsupported_array(name: str, rule: str, got: str) -> NoReturn:
+    """Refuse an array of a kind that no backend reads."""
+    raise TypeError(f"{name} must be {rule}, got {got}")
+
+
+def not_a_dtype(name: str, value: object) -> NoReturn:
+    """Refuse a value that names no dtype."""
+    raise TypeError(f"{name} must be a dtype, got {value!r}")
+
+
+def unreachable_device(name: str, device: str) -> NoReturn:
+    """Refuse an array that lies neither in host memory nor on a CUDA device."""
+    raise ValueError(f"{name} must be on the CPU or a CUDA device, got {device}")
+
+
+def no_gpu(name: str, reason: str) -> NoReturn:
+    """Refuse a GPU array where the GPU backend cannot run."""
+    raise RuntimeError(f"{name} is on a CUDA device, but the GPU backend cannot run: {reason}")
+
+
+def needs_gradient(name: str) -> NoReturn:
+    """Refuse to detach a torch tensor silently."""
+    raise RuntimeError(
+        f"{name} requires grad, and this function records no gradient: "
+        "call it under torch.no_grad(), or pass a detached tensor"
+    )
+
+
+def output_needs_gradient(name: str) -> NoReturn:
+    """Refuse to write into a torch tensor that requires grad."""
+    raise ValueError(f"{name} must not require grad, got a tensor that does")
+
+
+def other_library(name: str, x_name: str, wanted: str, got: str) -> NoReturn:
+    """Refuse an output of another library than x's."""
+    raise TypeError(f"{name} must be of {x_name}'s library, {wanted}, got {got}")
+
+
+def uneven_strides(name: str) -> NoReturn:
+    """Refuse an output whose strides do not count whole elements."""
+    raise ValueError(f"{name} must have strides of whole elements, got a field of a wider record")
+
+
+def shown(value: object) -> str:
+    """How a message shows a value of a wrong kind."""
+    return repr(value) if value is None or isinstance(value, (str, bool)) else kind(value)
+
+
+def either(words: Iterable[object]) -> str:
+    """The words as a list that ends in "or"."""
+    *head, last = map(str, words)
+    return f"{', '.join(head)} or {last}" if head else last

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Public functions around the operations: bound weights, what the machine offers, warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from . import _run
+from ._border import dtype_name, look_at_parameter
+from ._call import Norm, WarmupCall
+from ._check import Options
+from ._check_tools import check_bound, check_only_calls, check_warmup
+from ._docs import Axis, CastOption, MaskedOption, documented
+
+ArrayT = TypeVar("ArrayT")
+
+
+class BoundNorm:
+    """A normalisation with its weight and options held: ``norm(x, out=None)``."""
+
+    __slots__ = ("_bias", "_function", "_norm", "_options", "_out_dtype", "_weight")
+
+    def __init__(
+        self,
+        function: str,
+        norm: Norm,
+        weight: object,
+        bias: object,
+        options: Options,
+        out_dtype: object,
+    ) -> None:
+        check_bound(look_at_parameter("weight", weight), look_at_parameter("bias", bias), options)
+        self._function = function
+        self._norm = norm
+        self._weight = weight
+        self._bias = bias
+        self._options = options
+        self._out_dtype = dtype_name("out_dtype", out_dtype)
+
+    def __call__(self, x: ArrayT, out: ArrayT | None = None) -> ArrayT:
+        """Normalise `x`; `out` is as in the function that this binds."""
+        return _run.forward(
+            self._function,
+            self._norm,
+            x,
+            self._weight,
+            self._bias,
+            self._options,
+            out=out,
+            out_dtype=self._out_dtype,
+        ).y
+
+    def __repr__(self) -> str:
+        return f"<bound {self._function}>"
+
+
+@documented
+def bind_rms_norm(
+    weight: object,
+    bias: object = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    axis: Axis = -1,
+    cast: CastOption = "once",
+    per_head: bool = False,
+    out_dtype: object = None,
+) -> BoundNorm:
+    """Hold a weight and options for many calls of `rms_norm`.
+
+    The weight is checked once. It is not copied: each call reads where it lies then, so a weight
+    that was updated or moved in place is seen. Rounding is that of `rms_norm`.
+
+    Parameters
+    ----------
+    {parameters}
+    eps : float, default 1e-6
+        As in `rms_norm`.
+    {bound_options}
+
+    Returns
+    -------
+    callable
+        ``norm(x, out=None)``, with x and out as in `rms_norm`.
+
+    Raises
+    ------
+    {raises}
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_rmsnorm import bind_rms_norm
+    >>> norm = bind_rms_norm(np.array([1, 2], np.float32), eps=0.0)
+    >>> norm(np.array([[3, 4]], np.float32)).round(4)
+    array([[0.8485, 2.2627]], dtype=float32)
+    """
+    options = Options(eps, weight_offset, axis, cast, per_head)
+    return BoundNorm("rms_norm", "rms", weight, bias, options, out_dtype)
+
+
+@documented
+def bind_layer_norm(
+    weight: object,
+    bias: object = None,
+    *,
+    eps: float = 1e-5,
+    weight_offset: float = 0.0,
+    axis: Axis = -1,
+    cast: CastOption = "once",
+    per_head: bool = False,
+    out_dtype: object = None,
+) -> BoundNorm:
+    """Hold a weight and options for many calls of `layer_norm`.
+
+    The weight is checked once. It is not copied: each call reads where it lies then, so a weight
+    that was updated or moved in place is seen. Rounding is that of `layer_norm`.
+
+    Parameters
+    ----------
+    {parameters}
+    eps : float, default 1e-5
+        As in `layer_norm`.
+    {bound_options}
+
+    Returns
+    -------
+    callable
+        ``norm(x, out=None)``, with x and out as in `layer_norm`.
+
+    Raises
+    ------
+    {raises}
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_rmsnorm import bind_layer_norm
+    >>> norm = bind_layer_norm(np.array([1, 2], np.float32), eps=0.0)
+    >>> norm(np.array([[3, 4]], np.float32))
+    array([[-1.,  2.]], dtype=float32)
+    """
+    options = Options(eps, weight_offset, axis, cast, per_head)
+    return BoundNorm("layer_norm", "layer", weight, bias, options, out_dtype)
+
+
+def is_available() -> bool:
+    """Whether arrays on a GPU can be computed here; `info` says why not.
+
+    Returns
+    -------
+    bool
+        True if there is a driver, a device, CuPy and NVRTC that fit each other.
+
+    Examples
+    --------
+    >>> from cupy_rmsnorm import is_available
+    >>> is_available() in (True, False)
+    True
+    """
+    from . import _info
+
+    return _info.available()[0]
+
+
+def info() -> dict[str, Any]:
+    """What the machine offers: versions, devices, and why a GPU is not used if it is not.
+
+    Returns
+    -------
+    dict
+        Plain strings, numbers and lists, fit for JSON; the command ``cupy-rmsnorm info`` prints it.
+
+    Examples
+    --------
+    >>> from cupy_rmsnorm import info
+    >>> isinstance(info(), dict)
+    True
+    """
+    from . import _info
+
+    return _info.info()
+
+
+def warmup(
+    op: str | None = None,
+    *,
+    hidden_size: int | None = None,
+    dtype: object = None,
+    weight_dtype: object = None,
+    bias_dtype: object = None,
+    residual_dtype: object = None,
+    out_dtype: object = None,
+    dout_dtype: object = None,
+    dweight_dtype: object = None,
+    cast: CastOption = "once",
+    per_head: bool = False,
+    masked: MaskedOption | None = None,
+    calls: Iterable[Mapping[str, Any]] | None = None,
+) -> None:
+    """Build the kernels of coming calls, so that none of them waits for a compilation.
+
+    Needed before a CUDA graph captures a first call. Kernels are built for the current device;
+    nothing runs on it, and no value is computed or rounded. Where no GPU is available the
+    arguments are checked and nothing is built.
+
+    Parameters
+    ----------
+    op : str
+        The name of a public function, such as "rms_norm" or "layer_norm_backward".
+    hidden_size : int
+        The number of elements of a row.
+    dtype : dtype
+        x's dtype; for the backward of an add_* function, residual_out's.
+    weight_dtype, bias_dtype : dtype, optional
+        None for a call without one, or with a constant weight.
+    residual_dtype : dtype, optional
+        Of an add_* function's residual; x's if it is not given.
+    out_dtype : dtype, optional
+        The dtype of y, or of dx; x's if it is not given.
+    dout_dtype, dweight_dtype : dtype, optional
+        Of a backward function; x's and weight's if they are not given.
+    cast : {"once", "before_weight"}, default "once"
+        As in the call.
+    per_head : bool, default False
+        As in the call.
+    masked : {"keep", "zero"}, optional
+        As in the call; None for calls without `where` and `valid_rows`.
+    calls : iterable of mapping, optional
+        Many calls at once, each a mapping of the parameters above, in place of all of them.
+
+    Raises
+    ------
+    TypeError
+        A wrong kind or dtype of an argument, or `calls` beside other arguments.
+    ValueError
+        An op that is none, a hidden size below 1, a dtype that the op does not have.
+
+    Examples
+    --------
+    >>> from cupy_rmsnorm import warmup
+    >>> warmup("rms_norm", hidden_size=4096, dtype="bfloat16", weight_dtype="bfloat16")
+    >>> warmup(calls=[dict(op="layer_norm", hidden_size=n, dtype="float32") for n in (64, 128)])
+    """
+    if calls is not None:
+        check_only_calls(op, hidden_size, dtype)
+        checked = [_warmup_call(**call) for call in calls]
+    else:
+        checked = [
+            _warmup_call(
+                op,
+                hidden_size=hidden_size,
+                cast=cast,
+                per_head=per_head,
+                masked=masked,
+                dtype=dtype,
+                weight_dtype=weight_dtype,
+                bias_dtype=bias_dtype,
+                residual_dtype=residual_dtype,
+                out_dtype=out_dtype,
+                dout_dtype=dout_dtype,
+                dweight_dtype=dweight_dtype,
+            )
+        ]
+    if is_available():
+        from . import _cuda
+
+        _cuda.warmup(checked)
+
+
+def _warmup_call(
+    op: object = None,
+    *,
+    hidden_size: object = None,
+    cast: object = "once",
+    per_head: object = False,
+    masked: object = None,
+    dtype: object = None,
+    weight_dtype: object = None,
+    bias_dtype: object = None,
+    residual_dtype: object = None,
+    out_dtype: object = None,
+    dout_dtype: object = None,
+    dweight_dtype: object = None,
+) -> WarmupCall:
+    return check_warmup(
+        op,
+        hidden_size,
+        cast,
+        per_head,
+        masked,
+        dtype=dtype_name("dtype", dtype),
+        weight_dtype=dtype_name("weight_dtype", weight_dtype),
+        bias_dtype=dtype_name("bias_dtype", bias_dtype),
+        residual_dtype=dtype_name("residual_dtype", residual_dtype),
+        out_dtype=dtype_name("out_dtype", out_dtype),
+        dout_dtype=dtype_name("dout_dtype", dout_dtype),
+        dweight_dtype=dtype_name("dweight_dtype", dweight_dtype),
+    )
