@@ -42,7 +42,7 @@ class CuPy:
 def available() -> tuple[bool, str]:
     """Whether calls can run on a GPU here, and if not, why not and what mends it."""
     driver = read_driver()
-    reason = explain(driver, read_cupy() if driver.devices else CuPy())
+    reason = explain(driver, read_cupy() if driver.devices else CuPy(_cupy_wheels()))
     return not reason, reason
 
 
