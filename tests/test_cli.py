@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command on files of the user's own: results, messages and exit statuses."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cupy_rmsnorm
+from cupy_rmsnorm import _info, cli
+from tests import compare, oracle
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(params=["rich", "plain"])
+def run(
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> Run:
+    """Run the command in an empty folder, with rich and without: status, output, errors."""
+    monkeypatch.chdir(tmp_path)
+    if request.param == "rich":
+        pytest.importorskip("rich")
+        monkeypatch.setenv("COLUMNS", "200")
+    else:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        status = cli.main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call
+
+
+@pytest.fixture
+def random() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+def assert_normalised(y: np.ndarray, x: np.ndarray, weight: object, **options: object) -> None:
+    expected = oracle.forward(x, weight, options.pop("bias", None), **options).y
+    assert y.dtype == x.dtype
+    compare.close(y, expected.value, expected.bound(x.dtype.name))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("shape", [(257,), (5, 33), (3, 4, 96)])
+def test_a_file_of_ones_own(
+    run: Run, random: np.random.Generator, dtype: str, shape: tuple[int, ...]
+) -> None:
+    x = random.normal(3, 2, shape).astype(dtype)
+    weight = random.normal(1, 1, shape[-1]).astype(dtype)
+    np.save("x.npy", x)
+    np.save("w.npy", weight)
+    status, out, err = run("demo", "x.npy", "--weight", "w.npy", "--out", "y.npy", "--eps", "1e-3")
+    assert (status, err) == (0, "")
+    y = np.load("y.npy")
+    assert_normalised(y, x, weight, eps=1e-3)
+    assert "correct" in out
+    assert " x ".join(map(str, shape)) in out
+    assert " ".join(f"{value:.6g}" for value in y.reshape(-1)[:3].astype(np.float64)) in out
+    assert "GB/s" in out
+
+
+def test_layer_norm_with_bias(run: Run, random: np.random.Generator) -> None:
+    x = random.normal(5, 1, (6, 40)).astype(np.float32)
+    weight, bias = random.normal(0, 1, (2, 40)).astype(np.float32)
+    for name, array in (("x", x), ("w", weight), ("b", bias)):
+        np.save(f"{name}.npy", array)
+    arguments = ("x.npy", "--weight", "w.npy", "--bias", "b.npy", "--op", "layer_norm")
+    status, _, _ = run("demo", *arguments, "--out", "y.npy")
+    assert status == 0
+    assert_normalised(np.load("y.npy"), x, weight, bias=bias, norm="layer", eps=1e-5)
+
+
+def test_a_bfloat16_file_needs_its_dtype(run: Run, random: np.random.Generator) -> None:
+    x = random.normal(0, 300, (4, 64)).astype(BFLOAT16)
+    np.save("x.npy", x)
+    assert np.load("x.npy").dtype == "V2"
+    status, _, err = run("demo", "x.npy")
+    assert status == 2
+    assert "x.npy holds two-byte values without a dtype (|V2)" in err
+    assert "--dtype bfloat16" in err
+    assert run("demo", "x.npy", "--dtype", "float16")[0] == 2
+
+    status, out, _ = run("demo", "x.npy", "--dtype", "bfloat16", "--out", "y.npy")
+    assert status == 0
+    assert "4 x 64 bfloat16" in out
+    assert_normalised(np.load("y.npy").view(BFLOAT16), x, None, eps=1e-6)
+    assert run("demo", "y.npy", "--dtype", "bfloat16")[0] == 0  # what it writes, it reads
+
+
+def test_dtype_converts(run: Run, random: np.random.Generator) -> None:
+    x = random.normal(0, 1, (4, 64))
+    np.save("x.npy", x)
+    assert run("demo", "x.npy", "--dtype", "float16", "--out", "y.npy")[0] == 0
+    assert_normalised(np.load("y.npy"), x.astype(np.float16), None, eps=1e-6)
+
+
+def test_layouts_and_byte_orders(run: Run, random: np.random.Generator) -> None:
+    x = random.normal(0, 1, (7, 48)).astype(np.float32)
+    np.save("x.npy", np.asfortranarray(x))
+    assert run("demo", "x.npy", "--out", "y.npy")[0] == 0
+    assert_normalised(np.load("y.npy"), x, None, eps=1e-6)
+
+
+def test_no_rows(run: Run) -> None:
+    np.save("x.npy", np.empty((0, 8), np.float32))
+    assert run("demo", "x.npy", "--out", "y.npy")[0] == 0
+    assert np.load("y.npy").shape == (0, 8)
+
+
+def test_safetensors(run: Run, random: np.random.Generator) -> None:
+    numpy_files = pytest.importorskip("safetensors.numpy")
+    x = random.normal(0, 9, (4, 64)).astype(BFLOAT16)
+    weight = random.normal(1, 1, 64).astype(np.float32)
+    numpy_files.save_file({"layer.x": x, "layer.weight": weight}, "m.safetensors")
+    numpy_files.save_file({"only": weight}, "one.safetensors")
+    inputs = ("m.safetensors:layer.x", "--weight", "m.safetensors:layer.weight")
+    assert run("demo", *inputs, "--out", "y.npy")[0] == 0
+    assert_normalised(np.load("y.npy").view(BFLOAT16), x, weight, eps=1e-6)
+    assert run("demo", "one.safetensors")[0] == 0
+
+    status, _, err = run("demo", "m.safetensors")
+    assert status == 2
+    assert "m.safetensors needs a name, FILE:NAME; it holds layer.weight, layer.x" in err
+    status, _, err = run("demo", "m.safetensors:x")
+    assert status == 2
+    assert "m.safetensors holds no tensor 'x'; it holds layer.weight, layer.x" in err
+    Path("bad.safetensors").write_bytes(b"12345678 not a header")
+    assert run("demo", "bad.safetensors:x")[0] == 2
+
+
+def test_safetensors_is_not_installed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    status, _, err = run("demo", "m.safetensors:x")
+    assert status == 2
+    assert "pip install safetensors" in err
+
+
+@pytest.fixture
+def wrong_inputs(tmp_path: Path) -> None:
+    def save(name: str, array: object, **options: bool) -> None:
+        np.save(tmp_path / name, array, **options)
+
+    save("x.npy", np.ones((2, 8), np.float32))
+    save("short.npy", np.ones(7, np.float32))
+    save("integers.npy", np.ones((2, 8), np.int64))
+    save("complex.npy", np.ones((2, 8), np.complex64))
+    save("empty_rows.npy", np.ones((2, 0), np.float32))
+    save("scalar.npy", np.float32(1))
+    save("objects.npy", np.array([{}]), allow_pickle=True)
+    np.savez(tmp_path / "archive.npz", x=np.ones(3))
+    (tmp_path / "text.npy").write_text("1 2 3")
+    whole = (tmp_path / "x.npy").read_bytes()
+    (tmp_path / "cut.npy").write_bytes(whole[:-5])
+    (tmp_path / "header.npy").write_bytes(whole[:20])
+
+
+@pytest.mark.usefixtures("wrong_inputs")
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        (["missing.npy"], ["cannot read missing.npy", "No such file"]),
+        (["missing.safetensors:x"], ["cannot read missing.safetensors"]),
+        (["."], ["cannot read .", "directory"]),
+        (["text.npy"], ["text.npy is neither a .npy nor a .safetensors file"]),
+        (["archive.npz"], ["archive.npz is neither a .npy nor a .safetensors file"]),
+        (["cut.npy"], ["cannot read cut.npy"]),
+        (["header.npy"], ["cannot read header.npy"]),
+        (["objects.npy"], ["cannot read objects.npy", "Object arrays"]),
+        (["scalar.npy"], ["scalar.npy holds a single number"]),
+        (["integers.npy"], ["int64"]),
+        (["complex.npy"], ["complex64"]),
+        (["empty_rows.npy"], ["hidden size"]),
+        (["x.npy", "--weight", "short.npy"], ["weight must have shape (8,), got (7,)"]),
+        (["x.npy", "--bias", "short.npy"], ["bias must have shape (8,), got (7,)"]),
+        (["x.npy", "--weight", "integers.npy"], ["weight"]),
+        (["x.npy", "--eps", "-1"], ["eps"]),
+        (["x.npy", "--eps", "nan"], ["eps"]),
+        (["x.npy", "--out", "y.txt"], ["--out must end in .npy, got y.txt"]),
+        (["x.npy", "--out", "missing/y.npy"], ["cannot write missing/y.npy"]),
+        (["--out", "y.npy"], ["--out needs an input FILE"]),
+        (["--weight", "short.npy"], ["--weight and --bias need an input FILE"]),
+    ],
+)
+def test_wrong_input(run: Run, arguments: list[str], messages: list[str]) -> None:
+    status, _, err = run("demo", *arguments)
+    assert status == 2
+    assert err.startswith("cupy-rmsnorm: ")
+    assert err.count("\n") == 1
+    for message in messages:
+        assert message in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["demo", "--dtype", "int8"], ["demo", "--op", "batch_norm"], ["demo", "--eps", "small"]],
+)
+def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == 2
+    assert "usage: cupy-rmsnorm" in capsys.readouterr().err
+
+
+def test_no_gpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_info, "available", lambda: (False, "no NVIDIA driver was found"))
+    np.save("x.npy", np.ones((2, 8), np.float32))
+    status, _, err = run("demo", "x.npy", "--device", "gpu")
+    assert status == 2
+    assert "the GPU cannot be used: no NVIDIA driver was found" in err
+    status, out, _ = run("demo", "x.npy")
+    assert status == 0
+    assert "On the CPU, with NumPy (no GPU: no NVIDIA driver was found)" in out
+
+
+def test_without_a_file(run: Run) -> None:
+    status, out, err = run("demo", "--device", "cpu")
+    assert (status, err) == (0, "")
+    assert "36 x 576 bfloat16, weight float32" in out
+    assert "4096 x 4096 bfloat16" in out
+    assert out.count("correct") == 2
+
+
+def test_the_sample_overflows_float16() -> None:
+    """The shipped activations are what they are said to be: no toy."""
+    with np.load(cli.SAMPLE) as sample:
+        assert set(sample) == {"x_bfloat16_bits", "weight", "eps"}
+        x = sample["x_bfloat16_bits"].view(BFLOAT16).astype(np.float64)
+        assert sample["weight"].shape == (576,)
+    assert x.shape == (36, 576)
+    assert np.abs(x).max() == 22528
+    assert ((x * x).sum(axis=1) > 65504).sum() == 29
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda y: y * np.float32(1 + 2**-12),
+        lambda y: np.where(np.arange(y.size).reshape(y.shape) == 100, np.nan, y),
+        lambda y: np.where(np.arange(y.size).reshape(y.shape) == 100, np.inf, y),
+        lambda y: y[::-1],
+    ],
+)
+def test_a_wrong_result_is_found(
+    run: Run,
+    random: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    op: str,
+    change: Callable[[np.ndarray], np.ndarray],
+) -> None:
+    function, eps = cli.OPS[op]
+
+    def faulty(x: np.ndarray, weight: object, bias: object, *, eps: float, out: object) -> None:
+        out[...] = change(function(x, weight, bias, eps=eps))
+
+    monkeypatch.setitem(cli.OPS, op, (faulty, eps))
+    np.save("x.npy", random.normal(0, 1, (4, 50)).astype(np.float32))
+    status, out, _ = run("demo", "x.npy", "--op", op, "--device", "cpu")
+    assert status == 1
+    assert "WRONG" in out
+    assert "correct" not in out
+
+
+def test_infinities_and_nans_are_not_wrong(run: Run) -> None:
+    x = np.ones((4, 8), np.float16)
+    x[1, 2], x[2, 3] = np.nan, np.inf
+    np.save("x.npy", x)
+    np.save("w.npy", np.full(8, 60000, np.float32))
+    x[0, 0] = 7  # beyond float16 once the weight is on
+    np.save("x.npy", x)
+    with np.errstate(all="ignore"):
+        status, out, _ = run("demo", "x.npy", "--weight", "w.npy", "--device", "cpu")
+    assert status == 0
+    assert "correct" in out
+
+
+def test_info(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, out, err = run("info")
+    assert (status, err) == (0, "")
+    for label in ("cupy_rmsnorm", "backend", "nvrtc", "cuda_headers", "numpy", "python"):
+        assert label in out
+    assert cupy_rmsnorm.__version__ in out
+    usable, reason = _info.available()
+    assert (f"The GPU is not used: {reason}" in out) == (not usable)
+
+    device = {
+        "name": "A GPU",
+        "compute_capability": "9.0",
+        "multiprocessors": 132,
+        "memory_gib": 139.8,
+    }
+    found = {**_info.info(), "reason": "", "devices": [device], "nvrtc": None}
+    monkeypatch.setattr(_info, "info", lambda: found)
+    _, out, _ = run("info")
+    assert "A GPU, compute capability 9.0, 132 multiprocessors, 139.8 GiB" in out
+    assert "not found" in out
+    assert "The GPU is not used" not in out
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_shown_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(cli.time, "monotonic", lambda: now)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with cli.Progress("x", steps=4) as progress:
+        now = 0.9
+        progress.step(1)
+        assert sys.stderr.getvalue() == ""
+        now = 1.1
+        progress.step(1)
+        assert f"[{'#' * 20}{'.' * 20}]  50%" in sys.stderr.getvalue()
+    assert sys.stderr.getvalue().endswith("\r\x1b[K")
+
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # not a terminal: nothing is drawn
+    with cli.Progress("x", steps=4) as progress:
+        now = 9.0
+        progress.step(1)
+    assert sys.stderr.getvalue() == ""
+
+
+def test_as_a_program(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(24, dtype=np.float32).reshape(2, 12))
+    command = [sys.executable, "-m", "cupy_rmsnorm.cli"]
+    root = Path(__file__).parent.parent
+    asked = subprocess.run([*command, "--version"], cwd=root, capture_output=True, text=True)
+    assert (asked.returncode, asked.stdout.strip()) == (0, cupy_rmsnorm.__version__)
+    done = subprocess.run(
+        [*command, "demo", tmp_path / "x.npy", "--out", tmp_path / "y.npy"], cwd=root
+    )
+    assert done.returncode == 0
+    assert_normalised(np.load(tmp_path / "y.npy"), np.load(tmp_path / "x.npy"), None, eps=1e-6)
+    wrong = subprocess.run([*command, "demo", "missing.npy"], cwd=root, capture_output=True)
+    assert wrong.returncode == 2
