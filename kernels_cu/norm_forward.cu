@@ -62,15 +62,16 @@ __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK)
             }
         }
 
-        A values[VECS_PER_THREAD][VEC_SIZE];
+        if constexpr (is_array<R>) {
 #pragma unroll
-        for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
-            if (!holds(vec)) continue;
-            add_residual(values[vec], x[vec], residual[vec]);
-            if constexpr (is_array<R>) {
+            for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
+                if (!holds(vec)) continue;
                 const int element = (thread + vec * THREADS_PER_ROW) * VEC_SIZE;
-                round_pack(residual[vec], values[vec]);
-                store_pack<ALIGNED>(at.residual_out + element, residual[vec]);
+                A values[VEC_SIZE];
+                Pack<R, VEC_SIZE> residual_out;
+                add_residual(values, x[vec], residual[vec]);
+                round_pack(residual_out, values);
+                store_pack<ALIGNED>(at.residual_out + element, residual_out);
             }
         }
 
@@ -79,7 +80,10 @@ __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK)
             A sum = A(0);
 #pragma unroll
             for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
-                if (holds(vec)) sum += pack_sum(values[vec]);
+                if (!holds(vec)) continue;
+                A values[VEC_SIZE];
+                add_residual(values, x[vec], residual[vec]);
+                sum += pack_sum(values);
             }
             mean = row_reduce_sum<THREADS_PER_ROW>(sum, sum_slots) /
                    static_cast<A>(arguments.hidden_size);
@@ -87,7 +91,10 @@ __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK)
         A squares = A(0);
 #pragma unroll
         for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
-            if (holds(vec)) squares += pack_sum_squares(values[vec], mean);
+            if (!holds(vec)) continue;
+            A values[VEC_SIZE];
+            add_residual(values, x[vec], residual[vec]);
+            squares += pack_sum_squares(values, mean);
         }
         squares = row_reduce_sum<THREADS_PER_ROW>(squares, square_slots);
         const A rstd =
@@ -101,8 +108,10 @@ __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK)
             if (!holds(vec)) continue;
             if constexpr (!EARLY_WEIGHT) load_parameters(vec);
             const int element = (thread + vec * THREADS_PER_ROW) * VEC_SIZE;
+            A values[VEC_SIZE];
             Pack<Y, VEC_SIZE> y;
-            normalise(y, values[vec], weight[vec], bias[vec]);
+            add_residual(values, x[vec], residual[vec]);
+            normalise(y, values, weight[vec], bias[vec]);
             store_pack<ALIGNED>(at.y + element, y);
         }
         if constexpr (MASK == ZERO_OTHERS) {

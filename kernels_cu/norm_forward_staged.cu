@@ -21,7 +21,9 @@ __device__ __forceinline__ void stage_pack(Pack<T, VEC_SIZE>* shared, const T* s
                           reinterpret_cast<const uint4*>(source) + i);
         }
     } else {
-        load_pack<STREAM, ALIGNED>(*shared, source);
+        Pack<T, VEC_SIZE> pack;
+        load_pack<STREAM, ALIGNED>(pack, source);
+        *shared = pack;
     }
 }
 
@@ -63,11 +65,13 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
     };
     const auto holds = [=](int vec) { return FULL || pack_of(vec) < end; };
     const auto held_values = [=](A(&values)[VEC_SIZE], int vec) {
+        Pack<X, VEC_SIZE> x;
+        Pack<R, VEC_SIZE> residual;
+        load_pack<SHARED, true>(x, x_staged[vec * THREADS].data);
         if constexpr (is_array<R>) {
-            add_residual(values, x_staged[vec * THREADS], residual_staged[vec * THREADS]);
-        } else {
-            add_residual(values, x_staged[vec * THREADS], Pack<R, VEC_SIZE>{});
+            load_pack<SHARED, true>(residual, residual_staged[vec * THREADS].data);
         }
+        add_residual(values, x, residual);
     };
 
 #pragma unroll

@@ -56,6 +56,67 @@ __device__ __forceinline__ void copy_async_wait_for(int pending) {
     }
 }
 
+// Bulk copies (compute capability 9.0 and later): one thread asks for a whole row; an mbarrier in
+// shared memory counts the bytes that have arrived. Addresses and sizes are multiples of 16.
+
+// Call in one thread, then synchronise the block before any other use.
+__device__ __forceinline__ void mbarrier_init(unsigned long long* barrier, int arrivals) {
+#if defined(__CUDACC__)
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
+    asm volatile(
+        "mbarrier.init.shared::cta.b64 [%0], %1;\n"
+        "fence.mbarrier_init.release.cluster;" ::"r"(address),
+        "r"(arrivals)
+        : "memory");
+#else
+    emulator_mbarrier_init(barrier, arrivals);
+#endif
+}
+
+// Arrives, and makes the current phase wait for `bytes` more.
+__device__ __forceinline__ void mbarrier_arrive_expect(unsigned long long* barrier, int bytes) {
+#if defined(__CUDACC__)
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes)
+                 : "memory");
+#else
+    emulator_mbarrier_arrive_expect(barrier, bytes);
+#endif
+}
+
+// Waits for the end of the phase with this parity: the first phase has parity 0.
+__device__ __forceinline__ void mbarrier_wait(unsigned long long* barrier, int parity) {
+#if defined(__CUDACC__)
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "waiting:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra waiting;\n"
+        "}" ::"r"(address),
+        "r"(parity)
+        : "memory");
+#else
+    emulator_mbarrier_wait(barrier, parity);
+#endif
+}
+
+__device__ __forceinline__ void bulk_copy(void* shared, const void* global, int bytes,
+                                          unsigned long long* barrier) {
+#if defined(__CUDACC__)
+    const unsigned target = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(target),
+        "l"(global), "r"(bytes), "r"(address)
+        : "memory");
+#else
+    emulator_bulk_copy(shared, global, bytes, barrier);
+#endif
+}
+
 __device__ __forceinline__ unsigned cluster_rank() {
 #if defined(__CUDACC__)
     unsigned rank;

@@ -34,18 +34,21 @@ struct alignas(word_bytes(sizeof(T) * VEC_SIZE)) Pack {
     T data[VEC_SIZE];
 };
 
-// How a load or store treats the caches.
+// How a load treats the caches, and from where it loads.
 enum Hint {
-    KEEP,    // will be read again: weights, bias
-    STREAM,  // touched once: evict first
+    KEEP,    // global memory that other blocks read too: weights, bias
+    STREAM,  // global memory that is read once: evict first
+    SHARED,  // shared memory
 };
 
 template <Hint HINT, typename W>
 __device__ __forceinline__ W load_word(const W* address) {
     if constexpr (HINT == STREAM) {
         return __ldcs(address);
-    } else {
+    } else if constexpr (HINT == KEEP) {
         return __ldg(address);
+    } else {
+        return *address;
     }
 }
 
