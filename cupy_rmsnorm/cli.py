@@ -16,15 +16,14 @@ from typing import Any
 
 import numpy as np
 
-import cupy_rmsnorm
-from cupy_rmsnorm import _bench, _info
-from cupy_rmsnorm._dtypes import ROW_DTYPES, numpy_dtype
+from . import __version__, _bench, _info, layer_norm, rms_norm
+from ._dtypes import ROW_DTYPES, numpy_dtype
 
 Rows = list[tuple[str, str]]  # label and value, a line each
 
 OPS = {
-    "rms_norm": (cupy_rmsnorm.rms_norm, 1e-6),
-    "layer_norm": (cupy_rmsnorm.layer_norm, 1e-5),
+    "rms_norm": (rms_norm, 1e-6),
+    "layer_norm": (layer_norm, 1e-5),
 }
 SAMPLE = Path(__file__).parent / "data" / "smollm2_layer22.npz"
 CHUNK = 1 << 22  # elements between two steps of the progress bar
@@ -53,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cupy-rmsnorm", description="Fused RMSNorm and LayerNorm on the GPU or with NumPy."
     )
-    parser.add_argument("--version", action="version", version=cupy_rmsnorm.__version__)
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     info = commands.add_parser(
