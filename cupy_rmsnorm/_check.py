@@ -19,7 +19,7 @@ import numpy as np
 from . import _overlap
 from ._call import Array, Backward, Cast, Forward, Masked, Norm, Space
 from ._dtypes import ROW_DTYPES
-from ._refuse import choice, either, epsilon, flag, number
+from ._refuse import choice, dtype_among, either, epsilon, flag, no_axes, offset
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 CASTS = ("once", "before_weight")
@@ -59,9 +59,7 @@ def row_dtypes(x_dtype: str) -> tuple[str, ...]:
 
 
 def _row_dtype(name: str, dtype: str, x: Array) -> None:
-    allowed = row_dtypes(x.dtype)
-    if dtype not in allowed:
-        raise TypeError(f"{name} must be {either(allowed)} with a {x.dtype} {x.name}, got {dtype}")
+    dtype_among(name, dtype, row_dtypes(x.dtype), f" with a {x.dtype} {x.name}")
 
 
 def _row_array(array: Array, x: Array, shape: tuple[int, ...]) -> None:
@@ -91,9 +89,7 @@ def _parameter(value: Array | float | None, x: Array, shape: tuple[int, ...]) ->
     if not isinstance(value, Array):
         return
     if not value.shape:
-        raise TypeError(
-            f"{value.name} must be an array of shape {shape} or a Python number, got a 0-d array"
-        )
+        no_axes(value.name, f"shape {shape}")
     _row_array(value, x, shape)
 
 
@@ -179,21 +175,19 @@ def _common(
             f"got shape {x.shape}"
         )
     parameter_shape = x.shape[leading - per_head :]
-    offset = number("weight_offset", options.weight_offset)
-    if offset and weight is None:
-        raise ValueError(f"weight_offset must be 0 without a weight, got {offset}")
+    weight_offset = offset(options.weight_offset, weighted=weight is not None)
     common = _Common(
         normalized_ndim=trailing,
         row_shape=x.shape[:leading],
         parameter_shape=parameter_shape,
         eps=epsilon(options.eps),
-        weight_offset=offset,
+        weight_offset=weight_offset,
         cast=cast(Cast, choice("cast", options.cast, CASTS)),
         per_head=per_head,
         masked=cast(Masked, choice("masked", options.masked, MASKED)),
         has_mask=where is not None or valid_rows is not None,
     )
-    _constants_fit(x, eps=common.eps, weight_offset=offset, weight=weight, bias=bias)
+    _constants_fit(x, eps=common.eps, weight_offset=weight_offset, weight=weight, bias=bias)
     _parameter(weight, x, parameter_shape)
     _parameter(bias, x, parameter_shape)
     if where is not None:
@@ -201,8 +195,7 @@ def _common(
         _device(where, x)
         _shape(where, common.row_shape)
     if valid_rows is not None:
-        if valid_rows.dtype not in ("int32", "int64"):
-            raise TypeError(f"valid_rows must be int32 or int64, got {valid_rows.dtype}")
+        dtype_among("valid_rows", valid_rows.dtype, ("int32", "int64"))
         _device(valid_rows, x)
         if valid_rows.shape not in ((), (1,)):
             raise ValueError(f"valid_rows must have shape () or (1,), got {valid_rows.shape}")

@@ -9,7 +9,7 @@ from typing import Any, cast
 from ._call import Array, Cast, Masked, WarmupCall
 from ._check import CASTS, MASKED, Options, row_dtypes
 from ._dtypes import ROW_DTYPES
-from ._refuse import choice, either, epsilon, flag, number, shown
+from ._refuse import choice, dtype_among, epsilon, flag, no_axes, offset, shown
 
 OPERATIONS = (
     *(
@@ -27,25 +27,19 @@ def check_bound(weight: Array | float | None, bias: Array | float | None, option
     epsilon(options.eps)
     flag("per_head", options.per_head)
     choice("cast", options.cast, CASTS)
-    offset = number("weight_offset", options.weight_offset)
-    if offset and weight is None:
-        raise ValueError(f"weight_offset must be 0 without a weight, got {offset}")
+    offset(options.weight_offset, weighted=weight is not None)
     for parameter in (weight, bias):
         if not isinstance(parameter, Array):
             continue
-        if parameter.dtype not in ROW_DTYPES:
-            raise TypeError(f"{parameter.name} must be {either(ROW_DTYPES)}, got {parameter.dtype}")
+        dtype_among(parameter.name, parameter.dtype, ROW_DTYPES)
         if not parameter.shape:
-            raise TypeError(
-                f"{parameter.name} must be an array of rows' shape or a Python number, "
-                f"got a 0-d array"
-            )
+            no_axes(parameter.name, "the normalised shape")
 
 
 def check_only_calls(*others: object) -> None:
     """Refuse warm-up arguments beside `calls`."""
     if any(other is not None for other in others):
-        raise TypeError("calls must come alone, got op, hidden_size or dtype beside it")
+        raise TypeError("calls must come alone, got other arguments beside it")
 
 
 def check_warmup(
@@ -71,8 +65,8 @@ def check_warmup(
         raise TypeError("dtype must be a dtype, got None")
     for name, other in [("dtype", dtype), *dtypes.items()]:
         allowed = ROW_DTYPES if name == "dtype" else row_dtypes(dtype)
-        if other is not None and other not in allowed:
-            raise TypeError(f"{name} must be {either(allowed)}, got {other}")
+        if other is not None:
+            dtype_among(name, other, allowed)
     is_backward = op.endswith("_backward")
     adds = op.startswith("add_") and not is_backward
     for name, has in (

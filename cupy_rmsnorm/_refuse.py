@@ -53,6 +53,14 @@ def flag(name: str, value: object) -> bool:
     return bool(value)
 
 
+def offset(value: object, *, weighted: bool) -> float:
+    """`value` as a weight_offset."""
+    result = number("weight_offset", value)
+    if result and not weighted:
+        raise ValueError(f"weight_offset must be 0 without a weight, got {result}")
+    return result
+
+
 def choice(name: str, value: object, choices: Sequence[str]) -> str:
     """`value` as one of `choices`."""
     if not isinstance(value, str):
@@ -60,6 +68,17 @@ def choice(name: str, value: object, choices: Sequence[str]) -> str:
     if value not in choices:
         raise ValueError(f"{name} must be {either(map(repr, choices))}, got {value!r}")
     return value
+
+
+def dtype_among(name: str, dtype: str, allowed: Sequence[str], beside: str = "") -> None:
+    """Refuse a dtype that is none of `allowed`."""
+    if dtype not in allowed:
+        raise TypeError(f"{name} must be {either(allowed)}{beside}, got {dtype}")
+
+
+def no_axes(name: str, wanted: str) -> NoReturn:
+    """Refuse a 0-d array as a weight or bias."""
+    raise TypeError(f"{name} must be an array of {wanted} or a Python number, got a 0-d array")
 
 
 def not_an_array(name: str, value: object, *, constant: bool = False) -> NoReturn:

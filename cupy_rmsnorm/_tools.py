@@ -244,7 +244,18 @@ def warmup(
     >>> warmup(calls=[dict(op="layer_norm", hidden_size=n, dtype="float32") for n in (64, 128)])
     """
     if calls is not None:
-        check_only_calls(op, hidden_size, dtype)
+        check_only_calls(
+            op,
+            hidden_size,
+            dtype,
+            weight_dtype,
+            bias_dtype,
+            residual_dtype,
+            out_dtype,
+            dout_dtype,
+            dweight_dtype,
+            masked,
+        )
         checked = [_warmup_call(**call) for call in calls]
     else:
         checked = [

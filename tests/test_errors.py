@@ -1,0 +1,636 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error: its type, and a message that names the argument, the rule and what came."""
+
+from __future__ import annotations
+
+import array
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cupy_rmsnorm as norms
+
+F32 = np.float32
+X = np.arange(1, 25, dtype=F32).reshape(2, 3, 4)
+X16 = X.astype(np.float16)
+X64 = X.astype(np.float64)
+ROWS = X.shape[:-1]
+W = np.array([1, -2, 0.5, 3], F32)
+RESIDUAL = X[::-1].copy()
+DOUT = X + 1
+STATISTIC = np.ones(ROWS, F32)
+
+
+def new(shape: tuple[int, ...] = X.shape, dtype: Any = F32) -> np.ndarray:
+    return np.empty(shape, dtype)
+
+
+def read_only(values: np.ndarray) -> np.ndarray:
+    values = values.copy()
+    values.flags.writeable = False
+    return values
+
+
+def case(
+    function: Callable[..., Any], error: type[Exception], message: str, *args: Any, **options: Any
+) -> Any:
+    return pytest.param(
+        function, error, message, args, options, id=f"{function.__name__}: {message}"
+    )
+
+
+rms, layer, add = norms.rms_norm, norms.layer_norm, norms.add_rms_norm
+rms_forward, layer_forward = norms.rms_norm_forward, norms.layer_norm_forward
+rms_backward, layer_backward = norms.rms_norm_backward, norms.layer_norm_backward
+add_backward, qk = norms.add_rms_norm_backward, norms.qk_norm
+
+ROW = "float16, bfloat16, float32 or float64"
+BESIDE = "float16, bfloat16 or float32 with a float32 x"
+TRAILING = "axis must be -1 or a tuple of trailing axes such as (-2, -1), got "
+
+X_CASES = [
+    case(rms, TypeError, "x must be an array, got list", [1.0, 2.0]),
+    case(rms, TypeError, "x must be an array, got float", 1.0),
+    case(rms, TypeError, "x must be an array, got NoneType", None),
+    case(rms, TypeError, "x must be an array, got numpy.float32", np.float32(1)),
+    case(rms, TypeError, "x must be an array, got bytes", b"1234"),
+    case(rms, TypeError, "x must be an array, got type", np.ndarray),
+    case(rms, TypeError, f"x must be {ROW}, got int32", X.astype(np.int32)),
+    case(rms, TypeError, f"x must be {ROW}, got bool", X.astype(bool)),
+    case(rms, TypeError, f"x must be {ROW}, got complex64", X.astype(np.complex64)),
+    case(rms, TypeError, f"x must be {ROW}, got object", X.astype(object)),
+    case(rms, TypeError, f"x must be {ROW}, got void64", np.zeros((2, 2), "f4,f4")),
+    case(rms, TypeError, f"x must be {ROW}, got str32", np.zeros((2, 2), "U1")),
+    case(rms, TypeError, f"x must be {ROW}, got int64", array.array("q", [1, 2])),
+    case(
+        rms,
+        TypeError,
+        f"x must be {ROW}, got void16 (a bfloat16 file loads so: use x.view(ml_dtypes.bfloat16))",
+        X.astype(ml_dtypes.bfloat16).view("V2"),
+    ),
+    case(rms, TypeError, "x must be in native byte order, got >f4", X.astype(">f4")),
+    case(rms, TypeError, "x must be a plain array, got a masked array", np.ma.array(X)),
+    case(rms, ValueError, "x must have at least one axis, got shape ()", np.array(1, F32)),
+    case(rms, ValueError, "x must have a hidden size of at least 1, got shape (2, 0)", new((2, 0))),
+    case(
+        rms,
+        ValueError,
+        "x must have a hidden size of at least 1, got shape (3, 0, 4)",
+        new((3, 0, 4)),
+        axis=(-2, -1),
+    ),
+]
+
+PARAMETER_CASES = [
+    case(rms, ValueError, "weight must have shape (4,), got (5,)", X, new((5,))),
+    case(rms, ValueError, "weight must have shape (4,), got (3,)", X, new((3,))),
+    case(rms, ValueError, "weight must have shape (4,), got (1,)", X, new((1,))),
+    case(rms, ValueError, "weight must have shape (4,), got (1, 4)", X, new((1, 4))),
+    case(rms, ValueError, "weight must have shape (4,), got (4, 1)", X, new((4, 1))),
+    case(rms, ValueError, "weight must have shape (4,), got (3, 4)", X, new((3, 4))),
+    case(rms, ValueError, "weight must have shape (3, 4), got (4,)", X, W, per_head=True),
+    case(rms, ValueError, "weight must have shape (3, 4), got (12,)", X, new((12,)), axis=(-2, -1)),
+    case(rms, ValueError, "bias must have shape (4,), got (5,)", X, W, new((5,))),
+    case(rms, TypeError, f"weight must be {BESIDE}, got int32", X, W.astype(np.int32)),
+    case(rms, TypeError, f"weight must be {BESIDE}, got bool", X, W.astype(bool)),
+    case(rms, TypeError, f"weight must be {BESIDE}, got float64", X, W.astype(np.float64)),
+    case(
+        rms,
+        TypeError,
+        "weight must be float16, bfloat16 or float32 with a float16 x, got int64",
+        X16,
+        W.astype(np.int64),
+    ),
+    case(rms, TypeError, "weight must be float64 with a float64 x, got float32", X64, W),
+    case(rms, TypeError, f"bias must be {BESIDE}, got uint8", X, W, W.astype(np.uint8)),
+    case(
+        rms,
+        TypeError,
+        "weight must be an array of shape (4,) or a Python number, got a 0-d array",
+        X,
+        np.array(2, F32),
+    ),
+    case(
+        rms,
+        TypeError,
+        "weight must be an array or a real number, got tuple "
+        "(the normalised shape follows from x and axis)",
+        X,
+        (4,),
+    ),
+    case(rms, TypeError, "weight must be an array or a real number, got list", X, [1.0] * 4),
+    case(rms, TypeError, "weight must be an array or a real number, got bool", X, True),
+    case(rms, TypeError, "weight must be an array or a real number, got complex", X, 1j),
+    case(rms, TypeError, "weight must be an array or a real number, got str", X, "ones"),
+    case(rms, TypeError, "weight must be a plain array, got a masked array", X, np.ma.array(W)),
+    case(rms, ValueError, "weight must be finite, got nan", X, float("nan")),
+    case(rms, ValueError, "weight must be finite, got inf", X, 10**400),
+    case(rms, ValueError, "weight must be finite in float32, got 1e+39", X, 1e39),
+    case(rms, TypeError, "bias must be an array or a real number, got tuple", X, W, (4,)),
+    case(add, TypeError, "residual must be an array, got NoneType", X, None),
+    case(add, ValueError, "residual must have shape (2, 3, 4), got (3, 4)", X, RESIDUAL[0]),
+    case(add, TypeError, f"residual must be {BESIDE}, got float64", X, X64),
+]
+
+OPTION_CASES = [
+    case(rms, TypeError, "eps must be a real number, got None", X, eps=None),
+    case(rms, TypeError, "eps must be a real number, got '1e-6'", X, eps="1e-6"),
+    case(rms, TypeError, "eps must be a real number, got True", X, eps=True),
+    case(rms, TypeError, "eps must be a real number, got complex", X, eps=1j),
+    case(rms, TypeError, "eps must be a real number, got numpy.ndarray", X, eps=np.array(1e-6)),
+    case(rms, ValueError, "eps must not be negative, got -1e-06", X, eps=-1e-6),
+    case(rms, ValueError, "eps must be finite, got nan", X, eps=float("nan")),
+    case(rms, ValueError, "eps must be finite, got inf", X, eps=float("inf")),
+    case(rms, ValueError, "eps must be finite in float32, got 1e+39", X, eps=1e39),
+    case(layer, ValueError, "eps must not be negative, got -1.0", X, eps=-1),
+    case(rms, TypeError, "weight_offset must be a real number, got None", X, W, weight_offset=None),
+    case(rms, ValueError, "weight_offset must be finite, got nan", X, W, weight_offset=np.nan),
+    case(
+        rms,
+        ValueError,
+        "weight_offset must be 0 without a weight, got 1.0",
+        X,
+        weight_offset=1,
+    ),
+    case(rms, ValueError, TRAILING + "0: move the axis to the end first", X, axis=0),
+    case(rms, ValueError, TRAILING + "-2: move the axis to the end first", X, axis=-2),
+    case(rms, ValueError, TRAILING + "(0, 2): move the axis to the end first", X, axis=(0, 2)),
+    case(rms, ValueError, TRAILING + "(-1, 2): move the axis to the end first", X, axis=(-1, 2)),
+    case(rms, ValueError, TRAILING + "(): move the axis to the end first", X, axis=()),
+    case(rms, ValueError, "axis must be within the 3 axes of x, got 3", X, axis=3),
+    case(rms, ValueError, "axis must be within the 3 axes of x, got (-4, -1)", X, axis=(-4, -1)),
+    case(rms, TypeError, "axis must be an int or a tuple of ints, got None", X, axis=None),
+    case(rms, TypeError, "axis must be an int or a tuple of ints, got 'last'", X, axis="last"),
+    case(rms, TypeError, "axis must be an int or a tuple of ints, got [-1]", X, axis=[-1]),
+    case(rms, TypeError, "axis must be an int or a tuple of ints, got True", X, axis=True),
+    case(rms, TypeError, "axis must be an int or a tuple of ints, got 1.0", X, axis=1.0),
+    case(rms, ValueError, "cast must be 'once' or 'before_weight', got 'twice'", X, cast="twice"),
+    case(rms, TypeError, "cast must be a string, got None", X, cast=None),
+    case(rms, TypeError, "per_head must be True or False, got int", X, W, per_head=1),
+    case(
+        rms,
+        ValueError,
+        "per_head needs a head axis before the normalised axes of x, got shape (4,)",
+        X[0, 0],
+        W,
+        per_head=True,
+    ),
+    case(rms, ValueError, "masked must be 'keep' or 'zero', got 'drop'", X, masked="drop"),
+    case(rms, TypeError, "masked must be a string, got None", X, masked=None),
+]
+
+MASK_CASES = [
+    case(rms, TypeError, "where must be bool, got uint8", X, where=new(ROWS, np.uint8)),
+    case(rms, ValueError, "where must have shape (2, 3), got (3,)", X, where=new((3,), bool)),
+    case(rms, TypeError, "where must be an array, got bool", X, where=True),
+    case(rms, TypeError, "valid_rows must be int32 or int64, got float32", X, valid_rows=new(())),
+    case(rms, TypeError, "valid_rows must be an array, got int", X, valid_rows=3),
+    case(
+        rms,
+        ValueError,
+        "valid_rows must have shape () or (1,), got (2,)",
+        X,
+        valid_rows=new((2,), np.int64),
+    ),
+    case(
+        rms,
+        ValueError,
+        "masked='keep' leaves rows untouched and needs out, got None: pass out or masked='zero'",
+        X,
+        where=np.ones(ROWS, bool),
+    ),
+    case(
+        add,
+        ValueError,
+        "masked='keep' leaves rows untouched and needs residual_out, got None: "
+        "pass residual_out or masked='zero'",
+        X,
+        RESIDUAL,
+        where=np.ones(ROWS, bool),
+        out=new(),
+    ),
+    case(
+        layer_forward,
+        ValueError,
+        "masked='keep' leaves rows untouched and needs mean_out, got None: "
+        "pass mean_out or masked='zero'",
+        X,
+        valid_rows=np.array(1),
+        out=new(),
+        rstd_out=new(ROWS),
+    ),
+]
+
+OUTPUT_CASES = [
+    case(rms, ValueError, "out must have shape (2, 3, 4), got (3, 4)", X, out=new((3, 4))),
+    case(rms, TypeError, f"out must be {BESIDE}, got int32", X, out=new(dtype=np.int32)),
+    case(rms, TypeError, f"out must be {BESIDE}, got float64", X, out=new(dtype=np.float64)),
+    case(rms, TypeError, "out must be an array, got list", X, out=[0.0]),
+    case(rms, ValueError, "out must be writable, got a read-only array", X, out=read_only(X)),
+    case(
+        rms,
+        ValueError,
+        "out must not have a stride of 0, got strides (0, 4, 1)",
+        X,
+        out=np.lib.stride_tricks.as_strided(new(), X.shape, (0, 16, 4)),
+    ),
+    case(
+        rms,
+        ValueError,
+        "out must reach each element once, got shape (2, 3, 4) with strides (4, 2, 1)",
+        X,
+        out=np.lib.stride_tricks.as_strided(new(), X.shape, (16, 8, 4)),
+    ),
+    case(
+        rms,
+        ValueError,
+        "out must have strides of whole elements, got a field of a wider record",
+        X,
+        out=np.zeros(X.shape, [("pad", "u2"), ("value", "f4")])["value"],
+    ),
+    case(rms, TypeError, "out_dtype must be a dtype, got 3", X, out_dtype=3),
+    case(rms, TypeError, "out_dtype must be a dtype, got 'single bed'", X, out_dtype="single bed"),
+    case(rms, TypeError, f"out_dtype must be {BESIDE}, got int8", X, out_dtype="int8"),
+    case(rms, TypeError, f"out_dtype must be {BESIDE}, got float64", X, out_dtype=float),
+    case(
+        rms,
+        TypeError,
+        "out_dtype must agree with out, float32, got float16",
+        X,
+        out=new(),
+        out_dtype="float16",
+    ),
+    case(
+        add,
+        TypeError,
+        "residual_out must be float32, residual's dtype, got float16",
+        X,
+        RESIDUAL,
+        residual_out=new(dtype=np.float16),
+    ),
+    case(
+        rms_forward,
+        TypeError,
+        "rstd_out must be float32, got float16",
+        X,
+        rstd_out=new(ROWS, np.float16),
+    ),
+    case(
+        rms_forward,
+        ValueError,
+        "rstd_out must have shape (2, 3), got (2, 3, 1)",
+        X,
+        rstd_out=new((2, 3, 1)),
+    ),
+    case(
+        layer_forward,
+        TypeError,
+        "mean_out must be float64, got float32",
+        X64,
+        mean_out=new(ROWS),
+    ),
+]
+
+BACKWARD_CASES = [
+    case(rms_backward, TypeError, "dout must be an array, got NoneType", None, X),
+    case(rms_backward, ValueError, "dout must have shape (2, 3, 4), got (3, 4)", DOUT[0], X),
+    case(rms_backward, TypeError, f"dout must be {BESIDE}, got float64", X64, X),
+    case(rms_backward, TypeError, "x must be an array, got NoneType", DOUT, None),
+    case(
+        rms_backward,
+        ValueError,
+        "rstd must have shape (2, 3), got (6,)",
+        DOUT,
+        X,
+        W,
+        STATISTIC.ravel(),
+    ),
+    case(
+        rms_backward,
+        TypeError,
+        "rstd must be float32, got float64",
+        DOUT,
+        X,
+        W,
+        STATISTIC.astype(np.float64),
+    ),
+    case(
+        layer_backward,
+        ValueError,
+        "mean must have shape (2, 3), got (3, 2)",
+        DOUT,
+        X,
+        W,
+        STATISTIC.T,
+        STATISTIC,
+    ),
+    case(rms_backward, ValueError, "eps must not be negative, got -1.0", DOUT, X, eps=-1),
+    case(rms_backward, ValueError, "weight must have shape (4,), got (5,)", DOUT, X, new((5,))),
+    case(rms_backward, TypeError, "need_dx must be True or False, got None", DOUT, X, need_dx=None),
+    case(
+        rms_backward,
+        TypeError,
+        "need_dweight must be True or False, got int",
+        DOUT,
+        X,
+        need_dweight=0,
+    ),
+    case(
+        rms_backward,
+        TypeError,
+        "dx_out must be float32, x's dtype, got float16",
+        DOUT,
+        X,
+        dx_out=new(dtype=np.float16),
+    ),
+    case(
+        rms_backward,
+        ValueError,
+        "dx_out must have shape (2, 3, 4), got (6, 4)",
+        DOUT,
+        X,
+        dx_out=new((6, 4)),
+    ),
+    case(
+        rms_backward,
+        ValueError,
+        "dx_out needs need_dx=True: there is no such gradient, got an array",
+        DOUT,
+        X,
+        need_dx=False,
+        dx_out=new(),
+    ),
+    case(
+        rms_backward,
+        ValueError,
+        "dweight_out needs a weight array and need_dweight=True: "
+        "there is no such gradient, got an array",
+        DOUT,
+        X,
+        2.0,
+        dweight_out=new((4,)),
+    ),
+    case(
+        rms_backward,
+        ValueError,
+        "dbias_out needs a bias array: there is no such gradient, got an array",
+        DOUT,
+        X,
+        bias=1.0,
+        dbias_out=new((4,)),
+    ),
+    case(
+        rms_backward,
+        ValueError,
+        "dweight_out must have shape (4,), got (2, 4)",
+        DOUT,
+        X,
+        W,
+        dweight_out=new((2, 4)),
+    ),
+    case(
+        rms_backward,
+        TypeError,
+        "dweight_dtype must agree with dweight_out, float32, got bfloat16",
+        DOUT,
+        X,
+        W,
+        dweight_out=new((4,)),
+        dweight_dtype="bfloat16",
+    ),
+    case(
+        rms_backward,
+        TypeError,
+        f"dweight_dtype must be {BESIDE}, got float64",
+        DOUT,
+        X,
+        W,
+        dweight_dtype="float64",
+    ),
+    case(
+        rms_backward,
+        TypeError,
+        "dbias_out must be float32, bias's dtype, got float16",
+        DOUT,
+        X,
+        W,
+        bias=W,
+        dbias_out=new((4,), np.float16),
+    ),
+    case(
+        rms_backward,
+        ValueError,
+        "dweight_out must be writable, got a read-only array",
+        DOUT,
+        X,
+        W,
+        dweight_out=read_only(W),
+    ),
+    case(
+        add_backward,
+        ValueError,
+        "dresidual_out must have shape (2, 3, 4), got (4,)",
+        DOUT,
+        W,
+        X,
+    ),
+    case(add_backward, TypeError, "residual_out must be an array, got NoneType", DOUT, None, None),
+    case(
+        add_backward,
+        TypeError,
+        "x_dtype must be float16, bfloat16 or float32 with a float32 residual_out, got float64",
+        DOUT,
+        None,
+        X,
+        x_dtype="float64",
+    ),
+    case(
+        add_backward,
+        TypeError,
+        "x_dtype must agree with dx_out, float32, got float16",
+        DOUT,
+        None,
+        X,
+        x_dtype="float16",
+        dx_out=new(),
+    ),
+]
+
+QK_CASES = [
+    case(qk, TypeError, "k must be float32, q's dtype, got float16", X, X16),
+    case(qk, ValueError, "k must have q's head size 4, got 3", X, X[..., :3]),
+    case(qk, ValueError, "q_weight must have shape (4,), got (3,)", X, X + 1, new((3,))),
+    case(qk, ValueError, "k_weight must have shape (3, 4), got (2, 4)", X, X, W, new((2, 4))),
+    case(qk, ValueError, "q_out must have shape (2, 3, 4), got (4,)", X, X, q_out=new((4,))),
+    case(qk, TypeError, "k must be an array, got NoneType", X, None),
+    case(qk, TypeError, "eps must be a real number, got None", X, X, eps=None),
+]
+
+bind = norms.bind_rms_norm
+BIND_CASES = [
+    case(bind, TypeError, f"weight must be {ROW}, got int64", np.arange(4)),
+    case(bind, TypeError, "weight must be an array or a real number, got tuple", (4,)),
+    case(
+        bind,
+        TypeError,
+        "weight must be an array of the normalised shape or a Python number, got a 0-d array",
+        np.array(1, F32),
+    ),
+    case(bind, ValueError, "eps must not be negative, got -1.0", W, eps=-1),
+    case(bind, ValueError, "cast must be 'once' or 'before_weight', got 'x'", W, cast="x"),
+    case(bind, TypeError, "out_dtype must be a dtype, got 'wide'", W, out_dtype="wide"),
+    case(
+        bind, ValueError, "weight_offset must be 0 without a weight, got 1.0", None, weight_offset=1
+    ),
+]
+
+warm = norms.warmup
+SIZE = {"hidden_size": 64, "dtype": "float32"}
+WARMUP_CASES = [
+    case(warm, TypeError, "op must be a string, got None", **SIZE),
+    case(warm, ValueError, "op must be 'rms_norm', 'rms_norm_forward', ", "batch_norm", **SIZE),
+    case(warm, TypeError, "hidden_size must be an int, got None", "rms_norm", dtype="float32"),
+    case(
+        warm,
+        ValueError,
+        "hidden_size must be at least 1, got 0",
+        "rms_norm",
+        hidden_size=0,
+        dtype="float32",
+    ),
+    case(warm, TypeError, "dtype must be a dtype, got None", "rms_norm", hidden_size=64),
+    case(
+        warm, TypeError, f"dtype must be {ROW}, got int8", "rms_norm", hidden_size=64, dtype="int8"
+    ),
+    case(
+        warm,
+        TypeError,
+        "weight_dtype must be float64, got float32",
+        "rms_norm",
+        hidden_size=64,
+        dtype="float64",
+        weight_dtype="float32",
+    ),
+    case(
+        warm,
+        ValueError,
+        "residual_dtype must be None, since the call has no such array",
+        "rms_norm",
+        residual_dtype="float32",
+        **SIZE,
+    ),
+    case(
+        warm,
+        TypeError,
+        "calls must come alone, got other arguments beside it",
+        "rms_norm",
+        calls=[],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "message", "args", "options"),
+    [
+        *X_CASES,
+        *PARAMETER_CASES,
+        *OPTION_CASES,
+        *MASK_CASES,
+        *OUTPUT_CASES,
+        *BACKWARD_CASES,
+        *QK_CASES,
+        *BIND_CASES,
+        *WARMUP_CASES,
+    ],
+)
+def test_error(
+    function: Callable[..., Any],
+    error: type[Exception],
+    message: str,
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+) -> None:
+    before = [value.tobytes() for value in (X, W, RESIDUAL, DOUT)]
+    with pytest.raises(error, match="^" + re.escape(message)) as raised:
+        function(*args, **options)
+    assert type(raised.value) is error
+    assert before == [value.tobytes() for value in (X, W, RESIDUAL, DOUT)]
+
+
+FORWARD = [
+    norms.rms_norm,
+    norms.layer_norm,
+    norms.add_rms_norm,
+    norms.add_layer_norm,
+    norms.rms_norm_forward,
+    norms.layer_norm_forward,
+    norms.add_rms_norm_forward,
+    norms.add_layer_norm_forward,
+]
+BACKWARD = [
+    norms.rms_norm_backward,
+    norms.layer_norm_backward,
+    norms.add_rms_norm_backward,
+    norms.add_layer_norm_backward,
+]
+
+
+@pytest.mark.parametrize("function", [*FORWARD, *BACKWARD], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        (ValueError, "eps must not be negative, got -1.0", {"eps": -1}),
+        (TypeError, "eps must be a real number, got None", {"eps": None}),
+        (ValueError, "weight must have shape (4,), got (5,)", {"weight": new((5,))}),
+        (TypeError, "weight must be float16, bfloat16 or float32", {"weight": np.arange(4)}),
+        (ValueError, "bias must have shape (4,), got (2,)", {"bias": new((2,))}),
+        (ValueError, "cast must be 'once' or 'before_weight'", {"cast": "no"}),
+        (ValueError, "axis must be -1 or a tuple", {"axis": 0}),
+        (ValueError, "masked must be 'keep' or 'zero'", {"masked": "no"}),
+        (ValueError, "where must have shape (2, 3), got (2,)", {"where": new((2,), bool)}),
+        (TypeError, "valid_rows must be int32 or int64", {"valid_rows": new((1,))}),
+        (ValueError, "weight_offset must be 0 without a weight", {"weight_offset": 1.0}),
+        (TypeError, "per_head must be True or False", {"per_head": None}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_every_function_has_the_shared_rules(
+    function: Callable[..., Any], error: type[Exception], message: str, options: dict[str, Any]
+) -> None:
+    parameters = inspect.signature(function).parameters
+    required = [
+        X for parameter in parameters.values() if parameter.default is inspect.Parameter.empty
+    ]
+    with pytest.raises(error, match="^" + re.escape(message)):
+        function(*required, **options)
+
+
+@pytest.mark.parametrize(
+    "eps", [3, 3.0, np.int64(3), np.float64(3), np.float32(3), np.float16(3), ml_dtypes.bfloat16(3)]
+)
+def test_any_real_scalar_is_an_eps(eps: Any) -> None:
+    y = rms(np.ones((1, 4), F32), eps=eps)
+    np.testing.assert_array_equal(y, np.full((1, 4), 0.5, F32))
+
+
+def test_a_tiny_eps_survives() -> None:
+    y = rms(np.full((1, 4), 1e-4, np.float16), eps=1e-8)
+    np.testing.assert_allclose(y.astype(float), 0.7072, atol=5e-4)
+
+
+def test_an_error_leaves_the_next_call_alone() -> None:
+    expected = rms(X, W)
+    with pytest.raises(ValueError, match="weight must have shape"):
+        rms(X, new((5,)))
+    np.testing.assert_array_equal(rms(X, W), expected)
+
+
+@pytest.mark.parametrize("options", [{"op": "rms_norm", "size": 4}, {"kernel": "rms"}])
+def test_warmup_refuses_unknown_options(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        warm(calls=[options])
