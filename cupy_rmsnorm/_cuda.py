@@ -163,6 +163,7 @@ def specialise_forward(
             plan.vecs_per_thread,
             plan.threads_per_row,
             launch.rows_per_block,
+            launch.stages,
         )
         flags = (full, aligned, split_rows, before_weight, plan.early_weight)
     elif plan.kernel == "norm_forward_staged":

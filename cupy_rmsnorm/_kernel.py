@@ -94,11 +94,10 @@ def pack(kernel: str, accumulation: str, arguments: Mapping[str, float]) -> byte
 def device_properties(device: int) -> DeviceProperties:
     from cupy.cuda import runtime
 
-    attribute = runtime.deviceGetAttribute
-    major = attribute(runtime.cudaDevAttrComputeCapabilityMajor, device)
-    minor = attribute(runtime.cudaDevAttrComputeCapabilityMinor, device)
-    sm_count = attribute(runtime.cudaDevAttrMultiProcessorCount, device)
-    return DeviceProperties(10 * major + minor, sm_count)
+    properties = runtime.getDeviceProperties(device)
+    return DeviceProperties(
+        10 * properties["major"] + properties["minor"], properties["multiProcessorCount"]
+    )
 
 
 _functions: dict[tuple[Specialisation, int], Any] = {}

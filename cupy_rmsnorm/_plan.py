@@ -56,6 +56,7 @@ class Launch:
     block: int
     shared_bytes: int
     rows_per_block: int
+    stages: int = 0  # rows (of a block) that bulk copies fetch ahead; 0: loaded straight from memory
 
 
 def shared_limit(arch: int) -> int:

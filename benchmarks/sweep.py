@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times every forward plan that makes sense for a shape, beside the device copy of its bytes.
+
+``python benchmarks/sweep.py --json benchmarks/results/sweep.json`` writes one row a candidate plan;
+the tables in ``cupy_rmsnorm/_plan.py`` are read off the fastest ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cupy_rmsnorm import _bench, _cuda, _kernel, _plan
+from cupy_rmsnorm._cuda import ForwardKind
+from cupy_rmsnorm._dtypes import TABLE, numpy_dtype
+from cupy_rmsnorm._plan import Plan
+
+# (operation, dtype, rows, hidden_size)
+SHAPES = [
+    ("rms_norm", "bfloat16", 131072, 64),
+    ("rms_norm", "bfloat16", 131072, 128),
+    ("rms_norm", "bfloat16", 65536, 256),
+    ("rms_norm", "float16", 4096, 512),
+    ("rms_norm", "float16", 4096, 1024),
+    ("rms_norm", "bfloat16", 16384, 1536),
+    ("rms_norm", "float16", 4096, 2048),
+    ("rms_norm", "bfloat16", 16384, 2880),
+    ("rms_norm", "float16", 4096, 4096),
+    ("rms_norm", "bfloat16", 16384, 4096),
+    ("rms_norm", "bfloat16", 16384, 5120),
+    ("rms_norm", "bfloat16", 16384, 7168),
+    ("rms_norm", "float16", 4096, 8192),
+    ("rms_norm", "bfloat16", 8192, 8192),
+    ("rms_norm", "bfloat16", 8192, 16384),
+    ("rms_norm", "bfloat16", 8192, 32768),
+    ("rms_norm", "bfloat16", 8192, 65536),
+    ("rms_norm", "bfloat16", 4096, 131072),
+    ("rms_norm", "float32", 4096, 4096),
+    ("rms_norm", "float32", 8192, 16384),
+    ("rms_norm", "bfloat16", 1, 4096),
+    ("rms_norm", "bfloat16", 16, 4096),
+    ("rms_norm", "bfloat16", 128, 8192),
+    ("rms_norm", "bfloat16", 8192, 4097),
+    ("rms_norm", "bfloat16", 8192, 7169),
+    ("rms_norm", "bfloat16", 8192, 5000),
+    ("layer_norm", "bfloat16", 131072, 128),
+    ("layer_norm", "bfloat16", 4096, 512),
+    ("layer_norm", "bfloat16", 16384, 4096),
+    ("layer_norm", "bfloat16", 16384, 7168),
+    ("layer_norm", "bfloat16", 8192, 8192),
+    ("layer_norm", "bfloat16", 4096, 32768),
+    ("layer_norm", "float32", 8192, 4096),
+    ("add_rms_norm", "bfloat16", 131072, 128),
+    ("add_rms_norm", "bfloat16", 16384, 4096),
+    ("add_rms_norm", "bfloat16", 8192, 8192),
+    ("add_rms_norm", "bfloat16", 4096, 32768),
+]
+
+
+def kind_of(op: str, dtype: str) -> ForwardKind:
+    return ForwardKind(
+        norm="layer" if "layer" in op else "rms",
+        y=dtype,
+        x=dtype,
+        residual=dtype if op.startswith("add") else None,
+        weight=dtype,
+    )
+
+
+def candidate_plans(kind: ForwardKind, hidden_size: int) -> list[Plan]:
+    """Every way to spread a row that a block or cluster can hold without wasting half of it."""
+    vec_size = _plan.vector_size(hidden_size, TABLE[kind.x].itemsize)
+    packs = hidden_size // vec_size
+    plans = []
+    for vecs in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16):
+        threads = -(-packs // vecs)
+        threads = (
+            1 << (threads - 1).bit_length() if threads <= 32 else _plan._round_up(threads, 32)
+        )
+        if threads > 1024 or vecs * vec_size > 64 or (vecs > 1 and threads < 4):
+            continue
+        if threads * vecs * vec_size > 1.34 * hidden_size or threads * vecs * vec_size > 32768:
+            continue
+        for early in (True, False):
+            plans.append(Plan("norm_forward", vec_size, vecs, threads, early_weight=early))
+    if hidden_size * TABLE[kind.x].itemsize >= 16 * 1024 and vec_size > 1:
+        for cluster_size in (1, 2, 4, 8):
+            share = -(-packs // cluster_size)
+            for threads in (128, 256, 512, 1024):
+                vecs = -(-share // threads)
+                shared = vecs * threads * vec_size * kind.staged_itemsize
+                if shared <= _plan.shared_limit(90) and 2 <= vecs <= 16:
+                    plans.append(
+                        Plan("norm_forward_staged", vec_size, vecs, threads, cluster_size)
+                    )
+    return plans
+
+
+def candidate_launches(plan: Plan, kind: ForwardKind, rows: int) -> list[_plan.Launch]:
+    if plan.kernel != "norm_forward":
+        return [_plan.choose_launch(plan, rows, kind.staged_itemsize, 132)]
+    launches = []
+    for block in (32, 64, 128, 256, 512):
+        rows_per_block = block // plan.threads_per_row
+        if rows_per_block >= 1 or not launches:
+            rows_per_block = max(1, rows_per_block)
+            threads = plan.threads_per_row * rows_per_block
+            grid = -(-rows // rows_per_block)
+            if threads % 32 == 0 and (not launches or launches[-1].block != threads):
+                launches.append(_plan.Launch(grid, threads, 0, rows_per_block))
+    row_bytes = plan.vec_size * plan.vecs_per_thread * plan.threads_per_row * kind.staged_itemsize
+    if plan.threads_per_row > 32 and rows >= 2048 and plan.vec_size > 1 and plan.early_weight:
+        for stages in (2, 3, 4):
+            for blocks_per_sm in (1, 2, 3, 4, 6, 8):
+                shared = stages * row_bytes
+                threads = plan.threads_per_row
+                if shared * blocks_per_sm > 200 * 1024 or threads * blocks_per_sm > 2048:
+                    continue
+                if threads * blocks_per_sm >= 384 and shared * blocks_per_sm >= 48 * 1024:
+                    launches.append(_plan.Launch(132 * blocks_per_sm, threads, shared, 1, stages))
+    return launches
+
+
+class Buffers:
+    """A ring of placements of one shape's arrays."""
+
+    def __init__(self, kind: ForwardKind, rows: int, hidden_size: int) -> None:
+        import cupy
+
+        dtype = numpy_dtype(kind.x)
+        size = rows * hidden_size
+        self.tensors = 4 if kind.residual else 2
+        self.nbytes = size * TABLE[kind.x].itemsize * self.tensors
+        self.count = _bench.placement_count(self.nbytes)
+        self.rows, self.hidden_size, self.kind = rows, hidden_size, kind
+        names = ["x", "y"] + (["residual", "residual_out"] if kind.residual else [])
+        self.rings = {n: _bench.ring((rows, hidden_size), dtype, self.count) for n in names}
+        values = cupy.random.standard_normal((min(rows, 256), hidden_size), dtype="float32")
+        for name in {"x", "residual"} & set(names):
+            for array in self.rings[name]:
+                for first in range(0, rows, 256):
+                    part = array[first : first + 256]
+                    part[...] = values[: len(part)].astype(dtype)
+        self.weight = (1 + 0.5 * cupy.random.standard_normal(hidden_size)).astype(dtype)
+        self.sample = values[: min(4, rows)]
+
+    def packed(self, plan: Plan) -> list[bytes]:
+        arguments: dict[str, Any] = dict.fromkeys(
+            (name for name, _ in _kernel.FORWARD_PARAMETERS), 0
+        )
+        arguments |= {"rows": self.rows, "hidden_size": self.hidden_size, "eps": 1e-6}
+        arguments |= {"weight": self.weight.data.ptr, "inner_rows": self.rows}
+        result = []
+        for i in range(self.count):
+            for name, ring in self.rings.items():
+                arguments[name] = ring[i].data.ptr
+                arguments[f"{name}_strides.inner"] = self.hidden_size
+            accumulation = TABLE[self.kind.x].accumulation or ""
+            result.append(_kernel.pack(plan.kernel, accumulation, arguments))
+        return result
+
+    def wrong(self) -> float:
+        """Largest error of the first rows over the scale of the output."""
+        import cupy
+
+        x = self.rings["x"][0][: len(self.sample)].astype("float64")
+        if self.kind.residual:
+            x = x + self.rings["residual"][0][: len(self.sample)].astype("float64")
+        if self.kind.norm == "layer":
+            x = x - x.mean(-1, keepdims=True)
+        y = x / cupy.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+        y *= self.weight.astype("float64")
+        got = self.rings["y"][0][: len(self.sample)].astype("float64")
+        return float(abs(got - y).max() / abs(y).max())
+
+
+def sweep(op: str, dtype: str, rows: int, hidden_size: int, rounds: int) -> list[dict[str, Any]]:
+    import cupy
+
+    kind = kind_of(op, dtype)
+    properties = _kernel.device_properties(0)
+    pairs = [
+        (plan, launch)
+        for plan in candidate_plans(kind, hidden_size)
+        for launch in candidate_launches(plan, kind, rows)
+    ]
+
+    def build(pair: tuple[Plan, _plan.Launch]) -> Any:
+        plan, launch = pair
+        specialisation = _cuda.specialise_forward(
+            kind, hidden_size, plan, launch, arch=properties.arch, aligned=True, split_rows=False
+        )
+        return _kernel.function(specialisation, 0, launch.shared_bytes)
+
+    with ThreadPoolExecutor(16) as pool:
+        functions = list(pool.map(build, pairs))
+    buffers = Buffers(kind, rows, hidden_size)
+    candidates, found = {}, {}
+    packed = {plan.kernel: buffers.packed(plan) for plan, _ in pairs}
+    for (plan, launch), function in zip(pairs, functions, strict=True):
+
+        def call(i: int, function: Any = function, plan: Plan = plan, launch: Any = launch) -> None:
+            _kernel.launch(
+                function,
+                launch.grid,
+                launch.block,
+                launch.shared_bytes,
+                cupy.cuda.get_current_stream().ptr,
+                packed[plan.kernel][i],
+            )
+
+        buffers.rings["y"][0].fill(0)
+        call(0)
+        cupy.cuda.Device().synchronize()
+        error = buffers.wrong()
+        assert error < 1e-2, (op, plan, launch, error)
+        name = f"{plan} {launch}"
+        candidates[name], found[name] = call, (plan, launch)
+    times = _bench.race(
+        candidates, nbytes=buffers.nbytes, placements=buffers.count, rounds=rounds
+    )
+    copy = times.pop("copy")
+    shape = {"op": op, "dtype": dtype, "rows": rows, "hidden_size": hidden_size}
+    result = [{**shape, "impl": "copy", "us": copy * 1e6, "ratio": 1.0}]
+    for name, seconds in sorted(times.items(), key=lambda item: item[1]):
+        plan, launch = found[name]
+        result.append(
+            {
+                **shape,
+                "impl": "ours",
+                "us": round(seconds * 1e6, 3),
+                "ratio": round(copy / seconds, 4),
+                **dataclasses.asdict(plan),
+                "rows_per_block": launch.rows_per_block,
+                "stages": launch.stages,
+                "grid": launch.grid,
+            }
+        )
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="substring of 'op dtype rowsxhidden_size'")
+    options = parser.parse_args()
+    rows = []
+    for shape in SHAPES:
+        label = f"{shape[0]} {shape[1]} {shape[2]}x{shape[3]}"
+        if options.only not in label:
+            continue
+        begin = time.perf_counter()
+        try:
+            found = sweep(*shape, rounds=options.rounds)
+        except Exception:
+            traceback.print_exc()
+            continue
+        rows += found
+        print(f"{label}: copy {found[0]['us']:.2f} us, {time.perf_counter() - begin:.1f} s")
+        for row in found[1:5]:
+            print(
+                f"   {row['us']:8.2f} us {row['ratio']:.3f} {row['kernel']} "
+                f"{row['threads_per_row']}x{row['vecs_per_thread']} cluster {row['cluster_size']} "
+                f"rows {row['rows_per_block']} early {row['early_weight']} "
+                f"stages {row['stages']} grid {row['grid']}",
+                flush=True,
+            )
+        if options.json:
+            options.json.write_text(json.dumps({"rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
