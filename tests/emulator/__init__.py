@@ -5,7 +5,7 @@ Within `installed()` the library takes genuine CuPy arrays over host memory thro
 checks, plans and packing; only what touches the driver is replaced.
 """
 
-from tests.emulator.build import CompileError, EmulatorUnavailable, toolchain
+from tests.emulator.build import CompileError, EmulatorUnavailable, missing
 from tests.emulator.install import installed, prefetch
 from tests.emulator.launch import Function, KernelFault, LaunchError, check_parameters, launch
 from tests.emulator.memory import OutOfBounds, check_guards, from_numpy, host_view, to_numpy
@@ -23,7 +23,7 @@ __all__ = [
     "host_view",
     "installed",
     "launch",
+    "missing",
     "prefetch",
     "to_numpy",
-    "toolchain",
 ]

@@ -16,6 +16,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from pathlib import Path
 CUDA = Path(__file__).parent / "cuda"
 DYNAMIC_BYTES = 232448  # the most shared memory that a block of any supported GPU may ask for
 CANARY_BYTES = 4096  # as in runtime.cpp
+GAP_BYTES = 64  # between variables in shared memory
 
 _FLAGS = (
     "-std=c++17",
@@ -40,6 +42,7 @@ _KERNEL_FLAGS = (
     "-O1",
     "-g1",
     "-fno-omit-frame-pointer",
+    "-fstack-clash-protection",  # a frame larger than the guard page behind a stack
     "-fsanitize=alignment,bounds,null,signed-integer-overflow,shift,integer-divide-by-zero",
 )
 _CHECKED_FLAGS = ("-fsanitize=thread",)
@@ -61,8 +64,8 @@ def toolchain() -> tuple[str, ...]:
             f"the emulator switches fibers in x86-64 assembly, this is {platform.machine()}"
         )
     compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
-        raise EmulatorUnavailable("the emulator needs g++")
+    if compiler is None or sys.platform != "linux":
+        raise EmulatorUnavailable("the emulator needs g++ on Linux")
     packages = Path(sysconfig.get_paths()["purelib"])
     toolkit = next(
         (
@@ -78,6 +81,15 @@ def toolchain() -> tuple[str, ...]:
         )
     libcudacxx = packages / "cupy/_core/include/cupy/_cccl/libcudacxx"  # for <nv/target>
     return (compiler, f"-I{CUDA}", f"-I{toolkit}", f"-I{libcudacxx}")
+
+
+def missing() -> str | None:
+    """Why the emulator cannot run here; None where it can."""
+    try:
+        toolchain()
+    except EmulatorUnavailable as error:
+        return str(error)
+    return None
 
 
 def cache_directory() -> Path:
@@ -121,6 +133,7 @@ def runtime() -> ctypes.CDLL:
     library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     library.emulator_add_range.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.emulator_remove_range.argtypes = [ctypes.c_void_p]
+    library.emulator_set_variables.argtypes = [ctypes.c_int] + 3 * [ctypes.c_void_p]
     library.emulator_add_range.restype = library.emulator_remove_range.restype = None
     return library
 
@@ -167,6 +180,7 @@ class Library:
     path: Path
     handle: ctypes.CDLL
     kernels: dict[str, Kernel]
+    shared_variables: list[tuple[int, int, str]]  # offset, size, name; empty unless checked
 
 
 @dataclass(frozen=True)
@@ -310,21 +324,46 @@ def build(
     runtime()
     if not path.exists():
         source = path.with_name(f"{path.stem}.{os.getpid()}.cpp")
+        assembly = source.with_suffix(".s")
         source.write_text(text)
         try:
             header = _precompiled_header(flags)
             # Linked without -fsanitize: runtime.cpp stands for the sanitizers' own libraries.
-            object_file = source.with_suffix(".o")
-            compile_flags = [*flags, "-include", str(header), "-c", str(source)]
-            _compile(compile_flags, object_file)
-            _compile([*_FLAGS, "-shared", str(object_file)], path)
-            object_file.unlink()
+            _compile([*flags, "-include", str(header), "-S", str(source)], assembly)
+            assembly.write_text(_with_gaps(assembly.read_text()))
+            _compile([*_FLAGS, "-shared", str(assembly)], path)
         finally:
             source.unlink()
+            assembly.unlink(missing_ok=True)
     handle = ctypes.CDLL(str(path))
     count = ctypes.c_int.in_dll(handle, "emulator_kernel_count").value
     table = (Kernel * count).in_dll(handle, "emulator_kernels")
-    return Library(path, handle, {kernel.expression.decode(): kernel for kernel in table})
+    kernels = {kernel.expression.decode(): kernel for kernel in table}
+    return Library(path, handle, kernels, _shared_variables(path) if checked else [])
+
+
+_THREAD_LOCAL = re.compile(r"(\.section\s+\.tbss.*\n(?:.*\n)*?\S+:\n\s*\.zero\s+\d+\n)")
+
+
+def _with_gaps(assembly: str) -> str:
+    """Leave room behind each variable in shared memory, so that one more element meets nothing."""
+    return _THREAD_LOCAL.sub(rf"\1\t.zero\t{GAP_BYTES}\n", assembly)
+
+
+def _shared_variables(path: Path) -> list[tuple[int, int, str]]:
+    """(offset, size, name) of every variable in a library's shared memory."""
+    output = subprocess.run(
+        ["readelf", "-sW", str(path)], capture_output=True, text=True, check=True
+    ).stdout
+    found = set()
+    for line in output.splitlines():
+        fields = line.split()
+        if len(fields) == 8 and fields[3] == "TLS":
+            # The last component of a mangled local name: its length, then the name.
+            local = re.search(r"E(\d+)([a-zA-Z_]\w*)$", fields[7])
+            name = local[2][: int(local[1])] if local else fields[7]
+            found.add((int(fields[1], 16), int(fields[2], 0), name))
+    return sorted(found)
 
 
 def source_line(library: str, offset: str) -> str:

@@ -136,6 +136,14 @@ def launch(
     handle = function.library.handle
     report = ctypes.create_string_buffer(4096)
     arguments = ctypes.create_string_buffer(bytes(packed), kernel.packed_size)
+    variables = function.library.shared_variables
+    count = len(variables)
+    build.runtime().emulator_set_variables(
+        count,
+        (ctypes.c_ulonglong * count)(*(offset for offset, _, _ in variables)),
+        (ctypes.c_ulonglong * count)(*(size for _, size, _ in variables)),
+        (ctypes.c_char_p * count)(*(name.encode() for _, _, name in variables)),
+    )
     failed = build.runtime().emulator_launch(
         ctypes.byref(kernel),
         ctypes.byref(ctypes.c_char.in_dll(handle, "emulator_dynamic")),

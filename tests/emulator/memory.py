@@ -41,7 +41,7 @@ class _Allocation:
     def check(self) -> None:
         before, after = self._guards
         if (before != GUARD).any():
-            distance = GUARD_BYTES - int(np.flatnonzero(before != GUARD)[-1])
+            distance = GUARD_BYTES - int(np.flatnonzero(before != GUARD)[0])
             raise OutOfBounds(
                 f"wrote {distance} bytes before the begin of an array of {self.size} bytes"
             )

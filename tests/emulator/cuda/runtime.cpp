@@ -147,6 +147,11 @@ struct Range {
     std::vector<Cell> cells;
 };
 
+struct Variable {
+    unsigned long long size;
+    std::string name;
+};
+
 struct Options {
     int schedule;  // 0: a warp runs ahead as far as it can; 1: the last warp first; 2: by seed
     unsigned seed;
@@ -167,6 +172,7 @@ std::vector<Block> blocks;
 std::vector<char*> stacks;
 std::map<void*, Mbarrier> mbarriers;
 std::map<uintptr_t, Range> ranges;
+std::map<unsigned long long, Variable> variables;  // in shared memory, by offset
 std::map<void*, ClockPointer> atomics;
 std::vector<std::pair<uintptr_t, uintptr_t>> images;
 Fiber* current;
@@ -478,6 +484,17 @@ void check_access(const void* pointer, size_t bytes, bool write, void* line) {
             }
         }
         const size_t offset = address - reinterpret_cast<uintptr_t>(block.shared);
+        const auto after = variables.upper_bound(offset);
+        if (after != variables.begin()) {
+            const auto& [begin, variable] = *std::prev(after);
+            if (offset + bytes > begin + variable.size) {
+                fault(where(line),
+                      format("%s %zu bytes at byte %zu of the shared variable %s, which "
+                             "has %llu bytes",
+                             verb, bytes, offset - static_cast<size_t>(begin),
+                             variable.name.c_str(), variable.size));
+            }
+        }
         for (size_t i = 0; i < bytes; ++i) {
             check_cell(block.cells[offset + i], write, true, line, "shared memory");
         }
@@ -1279,6 +1296,12 @@ void __ubsan_handle_shift_out_of_bounds(UbsanData* data, uintptr_t, uintptr_t by
 }
 
 // What Python calls.
+
+void emulator_set_variables(int count, const unsigned long long* offsets,
+                            const unsigned long long* sizes, const char* const* names) {
+    variables.clear();
+    for (int i = 0; i < count; ++i) variables[offsets[i]] = {sizes[i], names[i]};
+}
 
 void emulator_add_range(const void* begin, size_t bytes) {
     const auto address = reinterpret_cast<uintptr_t>(begin);
