@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The house: what a wheel holds, what an import costs, and that imports run downward only."""
+"""The house: what a wheel holds, what an import costs, that imports run downward only, and that
+README.md tells the truth."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import cupy_rmsnorm
+from cupy_rmsnorm import _info
 
 CHECKOUT = Path(__file__).parent.parent
 PACKAGE = CHECKOUT / "cupy_rmsnorm"
@@ -73,9 +75,9 @@ def test_the_reader_of_imports_reads() -> None:
 COST = """
 import sys, time
 import numpy
-begin = time.perf_counter()
+begin = time.process_time()
 import cupy_rmsnorm
-print(time.perf_counter() - begin, *sorted({"cupy", "torch", "ml_dtypes"} & set(sys.modules)))
+print(time.process_time() - begin, *sorted({"cupy", "torch", "ml_dtypes"} & set(sys.modules)))
 """
 
 
@@ -91,7 +93,7 @@ def test_an_import_is_cheap_and_brings_no_other_library() -> None:
     assert others == []
     times = [float(seconds)]
     # Whatever else this machine does can only add to it: the best of a few is the cost.
-    while min(times) > 0.025 and len(times) < 10:
+    while min(times) > 0.025 and len(times) < 20:
         times.append(float(ask()[0]))
     assert min(times) <= 0.025
 
@@ -163,3 +165,25 @@ def test_readme_has_the_commands_that_ci_runs(name: str) -> None:
     commands = re.findall(rf"^<!-- ci: {name} -->\n```sh\n(.+)\n```$", readme, re.MULTILINE)
     assert len(commands) == 1
     assert f"$(readme {name})" in (CHECKOUT / ".ci" / "run").read_text("utf-8")
+
+
+def examples() -> dict[str, str]:
+    """README's Python examples by the library that they import first."""
+    readme = (CHECKOUT / "README.md").read_text("utf-8")
+    blocks = re.findall(r"^```python\n(.+?)^```$", readme, re.MULTILINE | re.DOTALL)
+    return {block.split()[1]: block for block in blocks}
+
+
+@pytest.mark.parametrize("library", [pytest.param("cupy", marks=pytest.mark.gpu), "torch", "numpy"])
+def test_readme_examples_run(library: str) -> None:
+    pytest.importorskip(library)
+    usable, reason = _info.available()
+    if library == "cupy" and not usable:
+        pytest.skip(reason)
+    exec(compile(examples()[library], f"README.md ({library})", "exec"), {})
+
+
+def test_readme_examples_are_short() -> None:
+    assert sorted(examples()) == ["cupy", "numpy", "torch"]
+    for example in examples().values():
+        assert len([line for line in example.splitlines() if line]) <= 8
