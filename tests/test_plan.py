@@ -1,0 +1,517 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans, launches, row layouts and packed arguments: what is decided before a kernel runs.
+
+No GPU: `launched` lets the CUDA backend run on NumPy's addresses up to the launch, and keeps what
+the driver would have been given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import inspect
+import itertools
+import math
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cupy_rmsnorm import _cpu, _cuda, _kernel, _plan, _source
+from cupy_rmsnorm._cuda import ForwardKind, specialise_forward
+from cupy_rmsnorm._dtypes import TABLE
+from cupy_rmsnorm._kernel import DeviceProperties, Specialisation
+from cupy_rmsnorm._layout import collapse_rows, is_contiguous
+from cupy_rmsnorm._plan import Launch, Plan, choose_launch, choose_plan
+from tests import calls, inputs, kernels
+from tests.backends import Backend
+from tests.calls import Case
+
+ARCHS = (*_plan.SHARED_LIMITS, 70, 110, 121, 130)  # known ones, older and newer
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+LONGEST = 140_000
+HIDDEN_SIZES = sorted(
+    {
+        *range(1, 2200),
+        *range(2200, LONGEST, 61),
+        *inputs.HIDDEN_SIZES,
+        *(1 << power for power in range(24)),
+        *(8 * odd for odd in range(1, LONGEST // 8, 250)),
+        *(250_000, 262_145, 917_504, 917_505, 1_000_000, 2**31 - 1, 2**31, 2**33 + 8),
+    }
+)
+
+
+def residuals(x: str) -> tuple[str | None, ...]:
+    return (None, "float64") if x == "float64" else (None, "float16", "float32")
+
+
+# Plans and launches -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("x", DTYPES)
+def test_every_plan_can_run(x: str, arch: int) -> None:
+    for residual, hidden_size in itertools.product(residuals(x), HIDDEN_SIZES):
+        plan = choose_plan(hidden_size, x, residual, arch)
+        where = (hidden_size, x, residual, arch, plan)
+        itemsize = TABLE[x].itemsize
+        threads = plan.threads_per_row
+        assert hidden_size % plan.vec_size == 0, where
+        assert plan.vec_size * itemsize <= _plan.VECTOR_BYTES, where
+        if threads < _plan.WARP:
+            assert threads & (threads - 1) == 0, where  # rows of a warp are summed by halves
+        else:
+            assert threads % _plan.WARP == 0, where
+        assert threads <= _plan.MAX_THREADS, where
+        assert plan.cluster_size == 1 or arch >= 90, where
+        assert plan.cluster_size in (1, 2, 4, 8), where
+
+        packs = hidden_size // plan.vec_size
+        share = -(-packs // plan.cluster_size)
+        if plan.vecs_per_thread:
+            capacity = threads * plan.vecs_per_thread
+            assert share <= capacity, where
+            # No pass over the threads is empty, and no block of a cluster.
+            assert share > capacity - threads, where
+            assert (plan.cluster_size - 1) * share < packs, where
+        if plan.kernel == "norm_forward":
+            assert plan.vecs_per_thread * plan.vec_size <= _plan.MAX_HELD_ELEMENTS, where
+            assert plan.cluster_size == 1, where
+
+
+@pytest.mark.parametrize("arch", [75, 80, 90, 120])
+@pytest.mark.parametrize("x", DTYPES)
+def test_every_launch_can_run(x: str, arch: int) -> None:
+    for residual, hidden_size in itertools.product(residuals(x), HIDDEN_SIZES[::3]):
+        plan = choose_plan(hidden_size, x, residual, arch)
+        kind = ForwardKind("rms", x, x, residual)
+        for rows, sm_count in ((1, 132), (5, 1), (131, 20), (4097, 132), (2**40, 132)):
+            if rows * hidden_size > 2**45:
+                continue
+            launch = choose_launch(plan, rows, kind.staged_itemsize, sm_count)
+            where = (hidden_size, x, residual, rows, sm_count, plan, launch)
+            assert launch.block % _plan.WARP == 0, where
+            assert launch.block <= _plan.MAX_THREADS, where
+            assert 1 <= launch.grid <= _plan.MAX_GRID, where
+            assert launch.shared_bytes <= _plan.shared_limit(arch), where
+            if plan.kernel == "norm_forward":
+                assert launch.block == plan.threads_per_row * launch.rows_per_block, where
+                assert launch.shared_bytes == 0, where
+                passes = -(-rows // (launch.grid * launch.rows_per_block))
+                assert passes == 1 or launch.grid == _plan.MAX_GRID, where
+                # No block is without a row.
+                assert (launch.grid - 1) * launch.rows_per_block < rows, where
+            else:
+                assert launch.grid == rows * plan.cluster_size, where
+                assert (launch.block, launch.rows_per_block) == (plan.threads_per_row, 1), where
+
+
+def test_a_plan_follows_from_size_dtypes_and_architecture_alone() -> None:
+    assert list(inspect.signature(choose_plan).parameters) == [
+        "hidden_size",
+        "x_dtype",
+        "residual_dtype",
+        "arch",
+    ]
+
+
+def test_room_for_static_shared_memory() -> None:
+    # Two reductions over 32 warps, and two over 8 blocks, of float64.
+    assert _plan.SHARED_RESERVE >= 8 * 2 * (_plan.MAX_THREADS // _plan.WARP + 8)
+
+
+@pytest.mark.parametrize("arch", [75, 80, 90])
+def test_shared_memory_follows_from_the_specialisation(arch: int) -> None:
+    """A function is told once how much it may ask for."""
+    seen: dict[Specialisation, int] = {}
+    for x, hidden_size in itertools.product(("float16", "float32"), HIDDEN_SIZES):
+        for residual in residuals(x):
+            kind = ForwardKind("rms", x, x, residual)
+            plan = choose_plan(hidden_size, x, residual, arch)
+            launch = choose_launch(plan, 3, kind.staged_itemsize, 132)
+            specialisation = specialise_forward(
+                kind, hidden_size, plan, launch, arch=arch, aligned=True, split_rows=False
+            )
+            before = seen.setdefault(specialisation, launch.shared_bytes)
+            assert before == launch.shared_bytes, (hidden_size, x, residual, plan)
+
+
+# The table ----------------------------------------------------------------------------------------
+
+
+def plan_class(plan: Plan, full: bool) -> tuple[Any, ...]:
+    """What makes two plans run through the same code, counts of threads and vectors apart."""
+    threads = min(plan.threads_per_row, _plan.WARP + 1)
+    lanes = "lane" if threads == 1 else "lanes" if threads < _plan.WARP else "warp"
+    if threads > _plan.WARP:
+        lanes = "block"
+    if plan.kernel == "norm_forward":
+        vecs = min(plan.vecs_per_thread, 3)
+        return plan.kernel, plan.vec_size, lanes, vecs, full
+    if plan.kernel == "norm_forward_staged":
+        return plan.kernel, plan.vec_size, plan.cluster_size, full
+    return plan.kernel, plan.vec_size, plan.cluster_size
+
+
+def is_full(plan: Plan, hidden_size: int) -> bool:
+    held = plan.vec_size * plan.vecs_per_thread * plan.threads_per_row * plan.cluster_size
+    return held == hidden_size
+
+
+@pytest.mark.parametrize("arch", [75, 80, 90])
+def test_the_table_holds_every_class_of_plans(arch: int) -> None:
+    choosable: dict[tuple[Any, ...], Any] = {}
+    for x, hidden_size in itertools.product(DTYPES, HIDDEN_SIZES):
+        for residual in residuals(x):
+            plan = choose_plan(hidden_size, x, residual, arch)
+            key = plan_class(plan, is_full(plan, hidden_size))
+            choosable.setdefault(key, (hidden_size, x, residual))
+    held = {
+        plan_class(row.plan(arch), is_full(row.plan(arch), row.hidden_size))
+        for row in kernels.FORWARD
+    }
+    missing = {key: example for key, example in choosable.items() if key not in held}
+    assert not missing, f"no row of the table has these plans: {missing}"
+
+
+def test_the_table_holds_every_pair() -> None:
+    """What `pairwise` promises, counted apart from it."""
+    rows = kernels.pairwise(kernels.FACTORS)
+    assert rows == kernels.pairwise(kernels.FACTORS)
+    for a, b in itertools.combinations(kernels.FACTORS, 2):
+        pairs = {(row[a], row[b]) for row in rows}
+        assert len(pairs) == len(kernels.FACTORS[a]) * len(kernels.FACTORS[b]), (a, b)
+
+
+def test_names_tell_rows_apart() -> None:
+    names = [row.name for row in kernels.FORWARD]
+    assert len(set(names)) == len(names)
+
+
+# Up to the launch ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Launched:
+    """One launch as the driver would have been given it."""
+
+    specialisation: Specialisation
+    grid: int
+    block: int
+    shared_bytes: int
+    stream: int
+    packed: bytes
+
+    @property
+    def arguments(self) -> dict[str, float]:
+        """The packed arguments by name, read as the kernel reads them."""
+        names = [name for name, _ in _kernel.PARAMETERS[self.specialisation.kernel]]
+        layout = arguments_struct(
+            self.specialisation.kernel, double="double" in self.specialisation.template_arguments
+        )
+        assert ctypes.sizeof(layout) == len(self.packed)
+        read = layout.from_buffer_copy(self.packed)
+        return {name: getattr(read, name) for name in names}
+
+
+@dataclass
+class Gpu:
+    """The GPU that the backend believes to have."""
+
+    arch: int = 90
+    sm_count: int = kernels.SM_COUNT
+    launches: list[Launched] = field(default_factory=list)
+
+    def last(self) -> Launched:
+        """The one launch since the last look."""
+        assert len(self.launches) == 1
+        return self.launches.pop()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """NumPy arrays go through the CUDA backend, up to the launch."""
+    gpu = Gpu()
+
+    def function(specialisation: Specialisation, device: int, shared_bytes: int = 0) -> Any:
+        return specialisation
+
+    def launch(
+        function: Any, grid: int, block: int, shared_bytes: int, stream: int, packed: bytes
+    ) -> None:
+        gpu.launches.append(Launched(function, grid, block, shared_bytes, stream, packed))
+
+    monkeypatch.setattr(_cpu, "forward", _cuda.forward)
+    monkeypatch.setattr(_cuda, "_current_device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(
+        _kernel, "device_properties", lambda device: DeviceProperties(gpu.arch, gpu.sm_count)
+    )
+    monkeypatch.setattr(_kernel, "function", function)
+    monkeypatch.setattr(_kernel, "launch", launch)
+    return gpu
+
+
+@pytest.mark.parametrize("row", kernels.FORWARD, ids=lambda row: row.name)
+def test_the_library_takes_the_row_s_kernel(
+    gpu: Gpu, row: kernels.ForwardRow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Values play no part, and long rows would cost seconds.
+    monkeypatch.setitem(inputs.KINDS, "row_tagged", lambda shape, seed: np.ones(shape))
+    monkeypatch.setitem(inputs.KINDS, "normal", lambda shape, seed: np.ones(shape))
+    monkeypatch.setattr(calls, "check_forward", lambda case, got: None)
+    for gpu.arch in (75, 80, 90):
+        row.run(Backend())
+        launched = gpu.last()
+        launch = row.launch(gpu.arch)
+        assert launched.specialisation == row.specialisation(gpu.arch)
+        assert (
+            Launch(launched.grid, launched.block, launched.shared_bytes, launch.rows_per_block)
+            == launch
+        )
+
+
+def address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+LAYOUTS = {
+    "contiguous": lambda v: v,
+    "offset_1": lambda v: inputs.lay(v, "offset_1"),
+    "row_gap_8": lambda v: inputs.lay(v, "row_gap_8"),
+    "every_other": lambda v: np.repeat(v, 2, axis=0)[::2],
+    "turned": lambda v: np.moveaxis(np.ascontiguousarray(np.moveaxis(v, 1, 0)), 0, 1),
+    "backwards": lambda v: v[::-1],
+}
+
+
+@pytest.mark.parametrize(("x_layout", "y_layout"), tuple(itertools.product(LAYOUTS, LAYOUTS)))
+def test_arguments_address_the_rows(gpu: Gpu, x_layout: str, y_layout: str) -> None:
+    """The kernel's arithmetic on the packed arguments finds each row where NumPy has it."""
+    shape = (5, 3, 24)
+    x = LAYOUTS[x_layout](np.zeros(shape, np.float16))
+    residual = LAYOUTS[y_layout](np.zeros(shape, np.float32))
+    out = LAYOUTS[y_layout](np.zeros(shape, np.float16))
+    residual_out = LAYOUTS[x_layout](np.zeros(shape, np.float32))
+    case = Case(
+        x=x, residual=residual, eps=0.125, weight_offset=2.0, weight=np.zeros(24, np.float32)
+    )
+    # The caller's own objects, so that addresses can be compared.
+    names = {"x": x, "residual": residual, "y": out, "residual_out": residual_out}
+    _call(case, out=out, residual_out=residual_out)
+    launched = gpu.last()
+    arguments = launched.arguments
+    assert (arguments["rows"], arguments["hidden_size"]) == (15, 24)
+    assert arguments["weight"] == address(case.weight)
+    assert (arguments["eps"], arguments["weight_offset"]) == (0.125, 2.0)
+    for absent in ("bias", "where", "valid_rows", "mean", "rstd"):
+        assert arguments[absent] == 0
+    inner_rows = arguments["inner_rows"]
+    split = inner_rows != 15
+    for name, array in names.items():
+        for row, index in enumerate(np.ndindex(shape[:-1])):
+            outer, inner = divmod(row, inner_rows) if split else (0, row)
+            offset = outer * arguments[f"{name}_strides.outer"]
+            offset += inner * arguments[f"{name}_strides.inner"]
+            expected = address(array[index])
+            assert arguments[name] + offset * array.itemsize == expected, (name, row)
+
+
+def _call(case: Case, **outputs: np.ndarray) -> Any:
+    import cupy_rmsnorm
+
+    options = {"eps": case.eps, "weight_offset": case.weight_offset}
+    if case.residual is not None:
+        return cupy_rmsnorm.add_rms_norm(case.x, case.residual, case.weight, **options, **outputs)
+    return cupy_rmsnorm.rms_norm(case.x, case.weight, **options, **outputs)
+
+
+def test_no_launch_for_no_rows(gpu: Gpu) -> None:
+    _call(Case(x=np.zeros((0, 8), np.float32)))
+    _call(Case(x=np.zeros((3, 0, 8), np.float32), residual=np.zeros((3, 0, 8), np.float32)))
+    assert not gpu.launches
+
+
+@pytest.mark.parametrize("hidden_size", [1, 24, 1000, 1024, 20_000, 20_001, 2_000_000])
+def test_rows_places_and_masks_change_how_bytes_move_alone(gpu: Gpu, hidden_size: int) -> None:
+    """The order of a row's sum, fixed by these template arguments, stays."""
+
+    def order(launched: Launched) -> tuple[str, ...]:
+        arguments = launched.specialisation.template_arguments
+        count = {"norm_forward_streamed": 3, "norm_forward_staged": 4}
+        # vec_size, vecs_per_thread, threads a row (and the cluster's size)
+        return arguments[7 : 7 + count.get(launched.specialisation.kernel, 3)]
+
+    weight = np.zeros(hidden_size, np.float32)
+    wide = np.zeros((2, 3, hidden_size + 8), np.float16)
+    _call(Case(x=np.zeros((1, hidden_size), np.float16), weight=weight))
+    expected = order(gpu.last())
+    for x in (
+        wide[:1, :1, :hidden_size],
+        wide[0, :, 1 : hidden_size + 1],
+        wide[:, :2, 3 : hidden_size + 3],
+        np.zeros((hidden_size, 3), np.float16).T,
+    ):
+        _call(Case(x=x, weight=weight))
+        assert order(gpu.last()) == expected
+    if hidden_size < 100:
+        _call(Case(x=np.zeros((30_000, hidden_size), np.float16), weight=weight))
+        assert order(gpu.last()) == expected
+
+
+def test_what_the_layout_cannot_say_goes_through_a_temporary(gpu: Gpu) -> None:
+    """One for each array that needs it; an output's is written back."""
+    base = np.arange(48, dtype=np.float32)
+    x = base.reshape(8, 6).T  # inner stride 6
+    out = np.full((8, 6), 7, np.float32).T
+    _call(Case(x=x), out=out)
+    arguments = gpu.last().arguments
+    assert arguments["x"] != address(x)
+    assert arguments["y"] != address(out)
+    assert (arguments["x_strides.inner"], arguments["y_strides.inner"]) == (8, 8)
+    assert (out == 7).all()  # the temporary began as a copy, and no kernel ran
+
+    # Three leading axes of which none folds.
+    deep = np.zeros((4, 6, 8, 16), np.float32)[::2, ::3, ::4]
+    straight = np.zeros((2, 2, 2, 16), np.float32)
+    _call(Case(x=deep), out=straight)
+    arguments = gpu.last().arguments
+    assert arguments["x"] != address(deep)
+    assert arguments["y"] == address(straight)
+
+
+# Row layouts --------------------------------------------------------------------------------------
+
+
+@st.composite
+def views(draw: st.DrawFn) -> list[np.ndarray]:
+    """Views of equal shape with any strides: gaps, turned axes, negative steps, broadcasts."""
+    shape = tuple(draw(st.lists(st.integers(1, 4), max_size=4)))
+    arrays = []
+    for _ in range(draw(st.integers(1, 3))):
+        order = draw(st.permutations(range(len(shape))))
+        steps = [draw(st.sampled_from((1, 1, 1, 2, -1))) for _ in shape]
+        broadcast = [draw(st.sampled_from((False, False, False, True))) for _ in shape]
+        lengths = [
+            1 if flat else size * abs(step)
+            for size, step, flat in zip(shape, steps, broadcast, strict=True)
+        ]
+        base = np.arange(math.prod(lengths)).reshape([lengths[axis] for axis in order])
+        base = base.transpose(np.argsort(order)) if shape else base
+        index = tuple(
+            slice(None) if flat else slice(None, None, step)
+            for step, flat in zip(steps, broadcast, strict=True)
+        )
+        arrays.append(np.broadcast_to(base[index], shape))
+    return arrays
+
+
+@given(views(), st.booleans())
+def test_folded_rows_lie_where_numpy_has_them(arrays: list[np.ndarray], keep_inner: bool) -> None:
+    shape = arrays[0].shape
+    keep_inner = keep_inner and bool(shape)
+    strides = [tuple(s // a.itemsize for s in a.strides) for a in arrays]
+    layout = collapse_rows(shape, strides, keep_inner)
+    if layout is None:
+        assert sum(size > 1 for size in shape) > 2
+        return
+    if keep_inner:
+        assert layout.inner_rows == shape[-1]
+    for i in range(len(arrays)):
+        for row, index in enumerate(np.ndindex(shape)):
+            outer, inner = divmod(row, layout.inner_rows)
+            offset = outer * layout.outer[i] + inner * layout.inner[i]
+            assert offset == sum(n * stride for n, stride in zip(index, strides[i], strict=True))
+
+
+@given(st.lists(st.integers(1, 5), max_size=5).map(tuple), st.booleans())
+def test_contiguous_rows_always_fold(shape: tuple[int, ...], keep_inner: bool) -> None:
+    strides = tuple(math.prod(shape[axis + 1 :]) * 7 for axis in range(len(shape)))
+    layout = collapse_rows(shape, [strides], keep_inner and bool(shape))
+    assert layout is not None
+    if not keep_inner or not shape:
+        assert layout.inner_rows == math.prod(shape)
+
+
+@given(views())
+def test_is_contiguous(arrays: list[np.ndarray]) -> None:
+    for array in arrays:
+        strides = tuple(s // array.itemsize for s in array.strides)
+        assert is_contiguous(array.shape, strides) == array.flags.c_contiguous
+
+
+# Packed arguments ---------------------------------------------------------------------------------
+
+_KINDS: dict[str, Any] = {"int64": ctypes.c_longlong, "int32": ctypes.c_int}
+
+
+def cpp_fields(text: str, name: str) -> Iterator[tuple[str, str]]:
+    """(name, kind) of the members of C++ struct `name`; structs in it are followed."""
+    body = re.search(rf"struct {name} {{(.*?)\n}};", text, re.DOTALL)
+    assert body is not None, f"no struct {name}"
+    code = re.sub(r"//.*", "", body[1])
+    for declaration in code.split(";"):
+        words = declaration.split()
+        if not words or words[0] == "using":
+            continue
+        *type_words, member = words
+        kind = " ".join(type_words)
+        if kind.endswith("*"):
+            yield member, "pointer"
+        elif kind == "long long":
+            yield member, "int64"
+        elif kind == "int":
+            yield member, "int32"
+        elif kind == "A":
+            yield member, "accumulation"
+        else:
+            for inner, inner_kind in cpp_fields(text, kind):
+                yield f"{member}.{inner}", inner_kind
+
+
+def cpp_parameters(kernel: str) -> tuple[tuple[str, str], ...]:
+    """(name, kind) of what the kernel takes: the members of its one struct."""
+    text = _source.load(kernel)
+    signature = re.search(rf"\b{kernel}\(const (\w+)<[^()]*> \w+\) {{", text)
+    assert signature is not None, f"no kernel {kernel} of one struct"
+    return tuple(cpp_fields(text, signature[1]))
+
+
+def arguments_struct(kernel: str, double: bool) -> Any:
+    """The kernel's struct in the C ABI's layout, made from the C++ text."""
+    accumulation = ctypes.c_double if double else ctypes.c_float
+    kinds = _KINDS | {"pointer": ctypes.c_size_t, "accumulation": accumulation}
+    fields = [(name, kinds[kind]) for name, kind in cpp_parameters(kernel)]
+    return type(kernel, (ctypes.Structure,), {"_fields_": fields})
+
+
+@pytest.mark.parametrize("kernel", _kernel.PARAMETERS)
+def test_parameters_are_those_of_the_kernel(kernel: str) -> None:
+    assert _kernel.PARAMETERS[kernel] == cpp_parameters(kernel)
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("kernel", _kernel.PARAMETERS)
+def test_packed_arguments_are_the_struct(kernel: str, double: bool) -> None:
+    values = {name: index + 1.0 for index, (name, _) in enumerate(_kernel.PARAMETERS[kernel])}
+    values = {
+        name: value if kind == "accumulation" else int(value)
+        for (name, kind), value in zip(_kernel.PARAMETERS[kernel], values.values(), strict=True)
+    }
+    packed = _kernel.pack(kernel, "float64" if double else "float32", values)
+    layout = arguments_struct(kernel, double)
+    assert len(packed) == ctypes.sizeof(layout)
+    read = layout.from_buffer_copy(packed)
+    assert {name: getattr(read, name) for name in values} == values
+
+
+def test_numbers_are_packed_by_kind_or_not_at_all() -> None:
+    values = {name: 0 for name, _ in _kernel.FORWARD_PARAMETERS}
+    with pytest.raises(struct.error):
+        _kernel.pack("norm_forward", "float32", values | {"rows": 1.5})
