@@ -205,7 +205,7 @@ def missing(name: str) -> str | None:
         import cupy_rmsnorm
 
         if not cupy_rmsnorm.is_available():
-            return f"no GPU: {cupy_rmsnorm.info()}"
+            return f"no GPU: {cupy_rmsnorm.info()['reason']}"
     return None
 
 

@@ -58,6 +58,7 @@ def ulp(values: np.ndarray, dtype: str) -> np.ndarray:
     """The distance between neighbours of format `dtype` in the binade of each value."""
     bits, smallest = _FORMATS[dtype]
     _, exponent = np.frexp(values)  # |values| = m * 2**exponent, 0.5 <= m < 1
+    exponent = np.where(values == 0, smallest, exponent)
     return np.ldexp(np.ones_like(values), np.maximum(exponent - 1, smallest) - (bits - 1))
 
 

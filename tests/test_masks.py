@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that are left out: untouched or zeroed, never read, without a share in a gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import compare, inputs
+from tests.backends import Backend
+from tests.calls import Case, Gradient, backward, check_backward, check_forward, forward
+
+ROWS = (3, 5)
+WHERE = np.array([[1, 0, 1, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 0, 1]], bool)
+
+
+def masks() -> dict[str, dict[str, np.ndarray]]:
+    counts = {
+        "none": np.array(0, np.int32),
+        "one": np.array([1], np.int64),
+        "some": np.array(7, np.int64),
+        "all": np.array([15], np.int32),
+        "more than there are": np.array(10**6, np.int64),
+        "past 32 bits": np.array(2**32 + 1, np.int64),
+        "negative": np.array([-3], np.int32),
+        "very negative": np.array(-(2**40), np.int64),
+    }
+    found = {f"valid_rows {name}": {"valid_rows": count} for name, count in counts.items()}
+    found["where"] = {"where": WHERE}
+    found["where nothing"] = {"where": np.zeros(ROWS, bool)}
+    found["where everything"] = {"where": np.ones(ROWS, bool)}
+    found["both"] = {"where": WHERE, "valid_rows": counts["some"]}
+    found["where transposed"] = {"where": inputs.lay(WHERE, "transposed")}
+    found["where of a row"] = {"where": np.broadcast_to(WHERE[0], ROWS)}
+    return found
+
+
+MASKS = masks()
+
+
+def masked_case(mask: dict[str, np.ndarray], **changes: Any) -> Case:
+    """A case whose other rows hold NaN and infinity: reading them shows."""
+    shape = (*ROWS, 65)
+    case = Case(
+        x=inputs.array(shape, "bfloat16"),
+        weight=inputs.weight(65, "float32"),
+        bias=inputs.bias(65, "float32"),
+        residual=inputs.array(shape, "float16", seed=1),
+    ).but(**mask, **changes)
+    for array in (case.x, case.residual):
+        if array is not None:
+            array[~case.computed] = np.nan
+            array[~case.computed, ::2] = np.inf
+    return case.but(x=inputs.lay(case.x, "row_gap_3"))
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("masked", ["keep", "zero"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_forward(backend: Backend, norm: str, masked: str, mask: str) -> None:
+    case = masked_case(MASKS[mask], norm=norm, masked=masked)
+    for part in (case, case.but(residual=None)):
+        into = {
+            output: backend.empty(part.shape(output), dtype, "row_gap_3")
+            for output, dtype in part.outputs(statistics=True).items()
+        }
+        got = forward(backend, part, statistics=True, **into)
+        check_forward(part, got)
+        # A row that is computed has the bits that it has without a mask.
+        plain = part.but(x=np.nan_to_num(part.x, posinf=1, neginf=1), where=None, valid_rows=None)
+        if part.residual is not None:
+            plain = plain.but(residual=np.nan_to_num(part.residual, posinf=1, neginf=1))
+        expected = forward(backend, plain, statistics=True)
+        for output, result in got.items():
+            compare.equal(result[part.computed], expected[output][part.computed], output)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("mask", ["where", "both"])
+def test_zeroed_rows_of_new_outputs(backend: Backend, norm: str, mask: str) -> None:
+    case = masked_case(MASKS[mask], norm=norm, masked="zero")
+    for statistics in (False, True):
+        backend.poison(case.x.nbytes)
+        check_forward(case, forward(backend, case, statistics=statistics))
+
+
+@pytest.mark.parametrize("masked", ["keep", "zero"])
+@pytest.mark.parametrize("layout", ["contiguous", "inner_2", "transposed", "offset_1"])
+def test_in_place(backend: Backend, masked: str, layout: str) -> None:
+    """In place, "keep" leaves x's and the residual's own values in the other rows."""
+    case = masked_case(MASKS["both"], masked=masked)
+    case = case.but(
+        x=inputs.lay(np.nan_to_num(case.x, posinf=3), layout),
+        residual=inputs.lay(np.nan_to_num(case.residual, posinf=5), layout),
+    )
+    into = {"y": backend.output(case.x), "residual_out": backend.output(case.residual)}
+    got = forward(backend, case, **into)
+    check_forward(case, got, before={"y": case.x, "residual_out": case.residual})
+
+
+@pytest.mark.parametrize("masked", ["keep", "zero"])
+def test_one_row_without_leading_axes(backend: Backend, masked: str) -> None:
+    for mask in (np.array(True), np.array(False)):
+        case = Case(x=inputs.array((33,), "float32"), where=mask, masked=masked)
+        into = {"y": backend.empty((33,), "float32"), "rstd": backend.empty((), "float32")}
+        check_forward(case, forward(backend, case, statistics=True, **into))
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_with_a_weight_for_each_head(backend: Backend, norm: str) -> None:
+    case = masked_case(MASKS["both"], norm=norm, masked="zero").but(
+        weight=inputs.weight((5, 65), "float32"),
+        bias=inputs.bias((5, 65), "float32"),
+        per_head=True,
+    )
+    check_forward(case, forward(backend, case, statistics=True))
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("masked", ["keep", "zero"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_backward(backend: Backend, norm: str, masked: str, mask: str) -> None:
+    """dx of another row is zero, whatever masked says; dweight and dbias do not know it."""
+    case = masked_case(MASKS[mask], norm=norm, masked=masked, residual=None)
+    shape = case.x.shape
+    dout, dresidual_out = (inputs.array(shape, "bfloat16", seed=seed) for seed in (2, 3))
+    for array in (dout, dresidual_out):
+        array[~case.computed] = np.nan
+    for given in (
+        Gradient(dout=dout),
+        Gradient(dout=dout, added=True, dresidual_out=dresidual_out),
+    ):
+        dx = backend.empty(shape, "bfloat16", "row_gap_3")
+        for outputs in ({}, {"dx": dx}):
+            check_backward(case, given, backward(backend, case, given, **outputs))
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_backward_with_saved_statistics(backend: Backend, norm: str) -> None:
+    """Statistics of other rows may hold anything."""
+    case = masked_case(MASKS["both"], norm=norm, masked="zero", residual=None)
+    saved = forward(backend, case, statistics=True)
+    for statistic in saved.values():
+        statistic[~case.computed] = np.nan
+    dout = inputs.array(case.x.shape, "bfloat16", seed=2)
+    given = Gradient(dout=dout, rstd=saved["rstd"], mean=saved.get("mean"))
+    check_backward(case, given, backward(backend, case, given))
