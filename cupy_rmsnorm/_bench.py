@@ -95,9 +95,9 @@ def race(
 
     `nbytes` is what a candidate must at least read and write together.
     """
-    copies = copy_candidates(nbytes, placements)
+    copies = copy_candidates(*copy_rings(nbytes, placements))
     times = gpu_time({**candidates, **copies}, placements=placements, rounds=rounds)
-    medians = {name: statistics.median(rounds) for name, rounds in times.items()}
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     fastest = min(medians.pop(name) for name in copies)
     return {**medians, "copy": fastest}
 
@@ -122,8 +122,22 @@ __global__ void __launch_bounds__(256) copy(uint4* y, const uint4* x, long long 
 """
 
 
-def copy_candidates(nbytes: int, placements: int) -> dict[str, Call]:
-    """Device copies that read and write `nbytes` together, on buffers of their own.
+def copy_rings(nbytes: int, placements: int) -> tuple[list[Any], list[Any]]:
+    """Sources and targets of copies that read and write `nbytes` together."""
+    import cupy
+
+    vectors = max(1, nbytes // 32)
+    sources = ring((4 * vectors,), cupy.uint32, placements)
+    targets = ring((4 * vectors,), cupy.uint32, placements)
+    # Constant data would draw less power than activations do, and run at higher clocks.
+    sources[0][...] = cupy.arange(4 * vectors, dtype=cupy.uint32) * cupy.uint32(2654435761)
+    for source in sources[1:]:
+        source[...] = sources[0]
+    return sources, targets
+
+
+def copy_candidates(sources: list[Any], targets: list[Any]) -> dict[str, Call]:
+    """Device copies of whole rings, each array a number of 16-byte vectors.
 
     Above half a gigabyte a buffer the driver's copy is a third slower than a plain kernel, and a
     kernel with more vectors a thread is slower on small ones: whoever wins is the yardstick.
@@ -131,17 +145,13 @@ def copy_candidates(nbytes: int, placements: int) -> dict[str, Call]:
     import cupy
     import numpy as np
 
-    vectors = max(1, nbytes // 32)
-    sources = ring((16 * vectors,), cupy.uint8, placements)
-    targets = ring((16 * vectors,), cupy.uint8, placements)
-    for source in sources:
-        source.fill(1)
-    runtime = cupy.cuda.runtime
+    runtime, nbytes = cupy.cuda.runtime, sources[0].nbytes
+    vectors = nbytes // 16
 
     def by_driver(i: int) -> None:
         stream = cupy.cuda.get_current_stream().ptr
         kind = runtime.memcpyDeviceToDevice
-        runtime.memcpyAsync(targets[i].data.ptr, sources[i].data.ptr, 16 * vectors, kind, stream)
+        runtime.memcpyAsync(targets[i].data.ptr, sources[i].data.ptr, nbytes, kind, stream)
 
     def by_kernel(vecs: int) -> Call:
         name = f"copy<{vecs}>"
