@@ -48,7 +48,7 @@ struct ForwardArguments {
     long long bias_stride;
     A eps;
     A weight_offset;
-    A weight_constant;  // the whole factor where W is Constant
+    A weight_constant;  // in place of a weight where W is Constant
     A bias_constant;
 };
 
@@ -157,7 +157,7 @@ struct Normalise {
             if constexpr (is_array<W>) {
                 value = mul_rn(value, add_rn(to_float(weight.data[i]), weight_offset));
             } else {
-                value = mul_rn(value, weight_constant);
+                value = mul_rn(value, add_rn(weight_constant, weight_offset));
             }
             if constexpr (is_array<B>) {
                 value = add_rn(value, to_float(bias.data[i]));

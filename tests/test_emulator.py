@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The emulator's own tests: a fault planted in a kernel is found and named, its clean twin is not."""
+"""The emulator's own tests: a planted fault is found and named, its clean twin is not."""
 
 from __future__ import annotations
 
@@ -333,8 +333,8 @@ FAULTS = {
         "copied",
         "    __syncthreads();  // everybody's copies have arrived\n",
         "    if (threadIdx.x == 5) return;\n    __syncthreads();\n",
-        r"deadlock: 127 threads from block \(0, 0, 0\) thread \(0, 0, 0\) wait for __syncthreads at "
-        r"copied\.cu:\d+; 1 of 128 threads have left the kernel",
+        r"deadlock: 127 threads from block \(0, 0, 0\) thread \(0, 0, 0\) wait for __syncthreads "
+        r"at copied\.cu:\d+; 1 of 128 threads have left the kernel",
     ),
     "missing copy wait": Fault(
         "copied",
@@ -346,7 +346,7 @@ FAULTS = {
         "copied",
         "    __syncthreads();  // everybody's copies have arrived\n",
         "\n",
-        r"at copied\.cu:\d+: (reads shared memory that nobody|race: reads shared memory that block)",
+        r"at copied\.cu:\d+: (reads shared memory that nobody|race: reads shared memory that)",
     ),
     "copy never waited for": Fault(
         "copied",

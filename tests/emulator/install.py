@@ -13,6 +13,8 @@ from unittest import mock
 from tests.emulator import build, memory
 from tests.emulator import launch as launching
 
+UNIT = 25  # specialisations a translation unit; more of them only slow each other down
+
 _lock = threading.Lock()
 
 
@@ -39,12 +41,16 @@ _prefetched: dict[tuple[str, bool], build.Library] = {}
 
 
 def prefetch(specialisations: Iterable[Any], *, checked: bool = True) -> None:
-    """Compile many specialisations of one kernel in one translation unit."""
-    chosen = list(dict.fromkeys(specialisations))
-    if chosen:
-        library = _library(chosen, checked)
-        for item in chosen:
-            _prefetched[item.name_expression, checked] = library
+    """Compile many specialisations in few translation units."""
+    kernels: dict[str, list[Any]] = {}
+    for item in dict.fromkeys(specialisations):
+        kernels.setdefault(item.kernel, []).append(item)
+    for chosen in kernels.values():
+        for start in range(0, len(chosen), UNIT):
+            unit = chosen[start : start + UNIT]
+            library = _library(unit, checked)
+            for item in unit:
+                _prefetched[item.name_expression, checked] = library
 
 
 def function(specialisation: Any, *, checked: bool = False) -> launching.Function:

@@ -60,6 +60,7 @@ emulator_switch:
 namespace {
 
 constexpr size_t STACK_BYTES = 256 * 1024, GUARD_BYTES = 4096;
+constexpr size_t RACE_BYTES = 2 << 20;                 // races are not looked for in larger arrays
 constexpr int CANARY_BYTES = 4096;                     // behind dynamic shared memory
 constexpr unsigned char POISON = 0xff, CANARY = 0xa5;  // 0xff: NaN in every floating-point type
 
@@ -73,7 +74,7 @@ using ClockPointer = std::shared_ptr<const Clock>;
 struct Access {
     unsigned cluster = 0, clock = 0;
     int thread = -1;
-    void* line = nullptr;
+    int line = 0;  // in code, from the kernel's entry
 };
 struct Cell {
     Access write, read, other_read;  // the last reads of two different warps
@@ -208,6 +209,11 @@ std::string where(void* address) {
     return format("{%s+%lx}", info.dli_fname,
                   static_cast<unsigned long>(static_cast<char*>(address) -
                                              static_cast<char*>(info.dli_fbase) - 1));
+}
+
+void* code_at(int line) { return reinterpret_cast<char*>(kernel->run) + line; }
+int code_offset(void* line) {
+    return static_cast<int>(static_cast<char*>(line) - reinterpret_cast<char*>(kernel->run));
 }
 
 void record(const std::string& text) {
@@ -426,15 +432,15 @@ void check_cell(Cell& cell, bool write, bool shared, void* line, const char* pla
     if (live(cell.write) && !happened_before(cell.write, self)) {
         fault(where(line), format("race: %s %s that %s wrote at %s with no barrier between",
                                   write ? "writes" : "reads", place, other(cell.write).c_str(),
-                                  where(cell.write.line).c_str()));
+                                  where(code_at(cell.write.line)).c_str()));
     }
-    const Access now = {cluster_serial, self.clock, self.id, line};
+    const Access now = {cluster_serial, self.clock, self.id, code_offset(line)};
     if (write) {
         for (const Access& read : {cell.read, cell.other_read}) {
             if (live(read) && !happened_before(read, self)) {
                 fault(where(line),
                       format("race: writes %s that %s read at %s with no barrier between", place,
-                             other(read).c_str(), where(read.line).c_str()));
+                             other(read).c_str(), where(code_at(read.line)).c_str()));
             }
         }
         cell.write = now;
@@ -510,6 +516,7 @@ void check_access(const void* pointer, size_t bytes, bool write, void* line) {
                              "of %zu bytes",
                              verb, bytes, address + bytes - range.end, range.end - range.begin));
             }
+            if (range.end - range.begin > RACE_BYTES) return;
             if (range.cells.empty()) range.cells.resize(range.end - range.begin);
             for (size_t i = 0; i < bytes; ++i) {
                 check_cell(range.cells[address - range.begin + i], write, false, line,
