@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from . import _cpu
 from ._border import Caller, dtype_name
 from ._call import Backward, Device, Forward, Norm
 from ._check import Options, check_backward, check_forward, check_qk
@@ -45,8 +44,10 @@ class Gradients(Generic[ArrayT]):
 
 
 def backend(device: Device) -> Backend:
-    """The backend that computes on `device`."""
+    """The backend that computes on `device`, imported when it is first needed."""
     if device.kind == "cpu":
+        from . import _cpu
+
         return _cpu
     from . import _cuda
 
