@@ -19,6 +19,7 @@ Call = Callable[[int], object]  # enqueues the work on placement i on CuPy's cur
 Times = dict[str, list[float]]  # seconds of one call, one figure a round
 
 PLACEMENTS = 4  # at least: one kernel over other buffers differs by up to 4 %
+MAX_PLACEMENTS = 8192  # at most: a longer ring of tiny buffers takes seconds to capture
 L2_MULTIPLE = 2  # a ring of twice the L2 leaves nothing of a placement there when it comes round
 MEMORY_SHARE = 0.4  # of the free memory, for the buffers of one candidate
 WINDOW = 3e-3  # seconds of GPU work between two events, whose resolution is 0.5 us
@@ -71,7 +72,7 @@ def placement_count(nbytes: int) -> int:
     l2 = int(cupy.cuda.Device().attributes["L2CacheSize"])
     free = int(cupy.cuda.runtime.memGetInfo()[0] + cupy.get_default_memory_pool().free_bytes())
     nbytes = max(nbytes, 1)
-    wanted = max(PLACEMENTS, math.ceil(L2_MULTIPLE * l2 / nbytes))
+    wanted = min(MAX_PLACEMENTS, max(PLACEMENTS, math.ceil(L2_MULTIPLE * l2 / nbytes)))
     return max(1, min(wanted, int(MEMORY_SHARE * free / nbytes)))
 
 
@@ -198,7 +199,7 @@ def _graph(call: Call, placements: int, stream: Any) -> tuple[Any, int]:
     stream.synchronize()
     trip = _capture(call, placements, 1, stream)
     seconds = min(_replay(trip, stream) for _ in range(3))
-    fitting = min(math.ceil(WINDOW / seconds), MAX_LAUNCHES // placements)
+    fitting = min(math.ceil(WINDOW / max(seconds, 1e-6)), MAX_LAUNCHES // placements)
     if fitting <= 1:
         return trip, placements
     return _capture(call, placements, fitting, stream), placements * fitting

@@ -263,7 +263,7 @@ def _check(job: Job, y: np.ndarray, progress: Progress) -> tuple[float, float]:
         same = np.isnan(y[part]) & np.isnan(reference)
         same |= np.isinf(y[part]) & (y[part] == _cast(reference, y.dtype))
         error = np.where(same, 0, np.where(np.isnan(error), np.inf, error))
-        worst = max(worst, float(error.max(initial=0)))
+        worst = max(worst, float(error.max()))
         share = max(share, float((error / allowed).max(initial=0, where=error > 0)))
         progress.step(x[part].size)
     return worst, share
@@ -301,8 +301,8 @@ def _rows(array: np.ndarray) -> np.ndarray:
 
 
 def _chunks(rows: np.ndarray) -> Iterator[slice]:
-    step = max(1, CHUNK // max(1, rows.shape[1]))
-    return (slice(first, first + step) for first in range(0, max(1, len(rows)), step))
+    step = max(1, CHUNK // rows.shape[1])
+    return (slice(first, first + step) for first in range(0, len(rows), step))
 
 
 def _jobs(args: argparse.Namespace) -> Iterator[Job]:
@@ -314,6 +314,8 @@ def _jobs(args: argparse.Namespace) -> Iterator[Job]:
         x = _load(args.file, args.dtype)
         if x.ndim == 0:
             raise UsageError(f"{args.file} holds a single number, not rows to normalise")
+        if x.size == 0:
+            raise UsageError(f"{args.file} holds no elements, its shape is {x.shape}")
         if args.dtype is not None:
             x = _cast(x, numpy_dtype(args.dtype))
         yield job(title=args.file, x=x, weight=weight, eps=eps)

@@ -116,12 +116,6 @@ def test_layouts_and_byte_orders(run: Run, random: np.random.Generator) -> None:
     assert_normalised(np.load("y.npy"), x, None, eps=1e-6)
 
 
-def test_no_rows(run: Run) -> None:
-    np.save("x.npy", np.empty((0, 8), np.float32))
-    assert run("demo", "x.npy", "--out", "y.npy")[0] == 0
-    assert np.load("y.npy").shape == (0, 8)
-
-
 def test_safetensors(run: Run, random: np.random.Generator) -> None:
     numpy_files = pytest.importorskip("safetensors.numpy")
     x = random.normal(0, 9, (4, 64)).astype(BFLOAT16)
@@ -159,7 +153,8 @@ def wrong_inputs(tmp_path: Path) -> None:
     save("short.npy", np.ones(7, np.float32))
     save("integers.npy", np.ones((2, 8), np.int64))
     save("complex.npy", np.ones((2, 8), np.complex64))
-    save("empty_rows.npy", np.ones((2, 0), np.float32))
+    save("no_rows.npy", np.ones((0, 8), np.float32))
+    save("no_columns.npy", np.ones((2, 0), np.float32))
     save("scalar.npy", np.float32(1))
     save("objects.npy", np.array([{}]), allow_pickle=True)
     np.savez(tmp_path / "archive.npz", x=np.ones(3))
@@ -184,7 +179,8 @@ def wrong_inputs(tmp_path: Path) -> None:
         (["scalar.npy"], ["scalar.npy holds a single number"]),
         (["integers.npy"], ["int64"]),
         (["complex.npy"], ["complex64"]),
-        (["empty_rows.npy"], ["hidden size"]),
+        (["no_rows.npy"], ["no_rows.npy holds no elements, its shape is (0, 8)"]),
+        (["no_columns.npy"], ["no_columns.npy holds no elements, its shape is (2, 0)"]),
         (["x.npy", "--weight", "short.npy"], ["weight must have shape (8,), got (7,)"]),
         (["x.npy", "--bias", "short.npy"], ["bias must have shape (8,), got (7,)"]),
         (["x.npy", "--weight", "integers.npy"], ["weight"]),
@@ -225,6 +221,24 @@ def test_no_gpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     status, out, _ = run("demo", "x.npy")
     assert status == 0
     assert "On the CPU, with NumPy (no GPU: no NVIDIA driver was found)" in out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_on_the_gpu(run: Run, random: np.random.Generator, dtype: str) -> None:
+    usable, reason = _info.available()
+    if not usable:
+        pytest.skip(reason)
+    x = oracle.round_to(random.normal(3, 2, (3, 67, 200)), dtype)
+    weight = oracle.round_to(random.normal(1, 1, 200), "float32" if dtype != "float64" else dtype)
+    np.save("x.npy", x)
+    np.save("w.npy", weight)
+    arguments = ("x.npy", "--weight", "w.npy", "--dtype", dtype, "--device", "gpu")
+    status, out, err = run("demo", *arguments, "--out", "y.npy")
+    assert (status, err) == (0, "")
+    assert_normalised(np.load("y.npy").view(x.dtype), x, weight, eps=1e-6)
+    assert "% of a device copy of the same bytes" in out
+    assert "compute capability" in out
 
 
 def test_without_a_file(run: Run) -> None:
