@@ -77,9 +77,9 @@ class Operands:
             itemsize = TABLE[array.dtype].itemsize
             width = min(vector_bytes, vec_size * itemsize)
             places = (array.pointer, *(stride * itemsize for stride in self.strides(name)))
-            if name in self._rows or name in ("weight", "bias"):
-                if any(place % width for place in places):
-                    return False
+            vectors = name in self._rows or name in ("weight", "bias")
+            if vectors and any(place % width for place in places):
+                return False
         return True
 
     def finish(self) -> None:

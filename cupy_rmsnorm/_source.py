@@ -22,7 +22,7 @@ def directory() -> Path:
     for candidate in (_PACKAGE / "kernels_cu", _PACKAGE.parent / "kernels_cu"):
         if candidate.is_dir():
             return candidate
-    raise FileNotFoundError(f"kernels_cu not found in {_PACKAGE} or beside it; reinstall the package")
+    raise FileNotFoundError(f"no kernels_cu in {_PACKAGE} or beside it; reinstall the package")
 
 
 @functools.cache
