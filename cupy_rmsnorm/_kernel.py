@@ -47,10 +47,105 @@ FORWARD_PARAMETERS = (
     ("bias_constant", "accumulation"),
 )
 
+# `call` goes as int64: it is a mark, not a number.
+BACKWARD_PARAMETERS = (
+    ("dx", "pointer"),
+    ("dresidual", "pointer"),
+    ("dweight", "pointer"),
+    ("dbias", "pointer"),
+    ("dweight_parts", "pointer"),
+    ("dbias_parts", "pointer"),
+    ("arrivals", "pointer"),
+    ("mean_out", "pointer"),
+    ("rstd_out", "pointer"),
+    ("dout", "pointer"),
+    ("x", "pointer"),
+    ("dresidual_out", "pointer"),
+    ("weight", "pointer"),
+    ("mean", "pointer"),
+    ("rstd", "pointer"),
+    ("where", "pointer"),
+    ("valid_rows", "pointer"),
+    ("rows", "int64"),
+    ("hidden_size", "int64"),
+    ("inner_rows", "int64"),
+    ("heads", "int64"),
+    ("parts", "int64"),
+    ("dx_strides.outer", "int64"),
+    ("dx_strides.inner", "int64"),
+    ("dresidual_strides.outer", "int64"),
+    ("dresidual_strides.inner", "int64"),
+    ("dout_strides.outer", "int64"),
+    ("dout_strides.inner", "int64"),
+    ("x_strides.outer", "int64"),
+    ("x_strides.inner", "int64"),
+    ("dresidual_out_strides.outer", "int64"),
+    ("dresidual_out_strides.inner", "int64"),
+    ("call", "int64"),
+    ("eps", "accumulation"),
+    ("weight_offset", "accumulation"),
+    ("weight_constant", "accumulation"),
+)
+
+SUM_PARAMETERS = (
+    ("dweight", "pointer"),
+    ("dbias", "pointer"),
+    ("dweight_parts", "pointer"),
+    ("dbias_parts", "pointer"),
+    ("elements", "int64"),
+    ("parts", "int64"),
+)
+
+# The study kernels, one table a source file.
+STUDY_PARAMETERS: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "study_rms_norm": (("y", "pointer"), ("x", "pointer"), ("eps", "float32"), ("g", "float32")),
+    "study_layer_norm": (
+        ("y", "pointer"),
+        ("x", "pointer"),
+        ("eps", "float32"),
+        ("g", "float32"),
+        ("b", "float32"),
+    ),
+    "study_vector_weight": (
+        ("y", "pointer"),
+        ("x", "pointer"),
+        ("weight", "pointer"),
+        ("hidden_size", "int64"),
+        ("eps", "float32"),
+    ),
+    "study_layer_norm_vector": (
+        ("y", "pointer"),
+        ("x", "pointer"),
+        ("weight", "pointer"),
+        ("bias", "pointer"),
+        ("hidden_size", "int64"),
+        ("eps", "float32"),
+    ),
+    "study_reduction": (("y", "pointer"), ("x", "pointer"), ("eps", "float32"), ("g", "float32")),
+    "study_schedule": (
+        ("y", "pointer"),
+        ("x", "pointer"),
+        ("rows", "int64"),
+        ("eps", "float32"),
+        ("g", "float32"),
+    ),
+    "study_cooperative_groups": (
+        ("y", "pointer"),
+        ("x", "pointer"),
+        ("eps", "float32"),
+        ("g", "float32"),
+    ),
+}
+
 PARAMETERS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "norm_forward": FORWARD_PARAMETERS,
     "norm_forward_staged": FORWARD_PARAMETERS,
     "norm_forward_streamed": FORWARD_PARAMETERS,
+    "norm_backward": BACKWARD_PARAMETERS,
+    "norm_backward_streamed": BACKWARD_PARAMETERS,
+    "norm_backward_columns": BACKWARD_PARAMETERS,
+    "norm_backward_sum": SUM_PARAMETERS,
+    **STUDY_PARAMETERS,
 }
 
 _FORMATS = {"pointer": "Q", "int64": "q", "int32": "i", "float32": "f", "float64": "d"}
