@@ -33,7 +33,9 @@ LAYERS = """
     _check_tools
     _check
     _cuda _cpu
+    _cuda_backward
     _kernel _operands
+    _plan_backward
     _plan _source _layout _overlap _cpu_cast _cpu_pool
     _bench _docs _info _refuse
     _call _dtypes
