@@ -36,7 +36,7 @@ def overlap(a: Array, b: Array) -> bool:
 
 def repeats(array: Array) -> bool:
     """Whether an axis of `array` has stride 0, as in a broadcast view."""
-    return any(size > 1 and stride == 0 for size, stride in _axes(array))
+    return array.size > 0 and any(size > 1 and stride == 0 for size, stride in _axes(array))
 
 
 def is_injective(array: Array) -> bool:
