@@ -144,4 +144,6 @@ LAYOUTS = {
 
 def lay(values: np.ndarray, layout: str = "contiguous") -> np.ndarray:
     """A view with these values in a larger buffer of NaN."""
+    if values.ndim == 0:
+        return LAYOUTS[layout](values.reshape(1)).reshape(())
     return LAYOUTS[layout](values)
