@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from . import _kernel
-from ._call import Array, Cast, Forward, Norm
+from . import _cuda_backward, _kernel
+from ._call import Array, Backward, Cast, Forward, Norm
 from ._dtypes import TABLE
 from ._kernel import Specialisation
 from ._operands import Operands
@@ -101,6 +101,12 @@ def forward(call: Forward) -> None:
             function, launch.grid, launch.block, launch.shared_bytes, call.space.stream, packed
         )
         operands.finish()
+
+
+def backward(call: Backward) -> None:
+    """Run a checked backward call on the GPU of its arrays."""
+    with _current_device(call.space.device.index):
+        _cuda_backward.backward(call)
 
 
 def _forward_arguments(call: Forward, operands: Operands) -> dict[str, float]:

@@ -3,6 +3,8 @@
 // sources are compiled for a CPU; the names that begin with emulator_ are given there.
 #pragma once
 
+#include <cuda_fp16.h>
+
 // Blocks a cluster, as an attribute of a kernel; architectures before 9.0 have no clusters and take
 // CLUSTER_SIZE 1 alone.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -20,6 +22,23 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global) 
 #else
     emulator_copy_async(shared, global, 16);
 #endif
+}
+
+// The same for 4, 8 or 16 bytes, aligned to as many.
+template <int BYTES>
+__device__ __forceinline__ void copy_async(void* shared, const void* global) {
+    if constexpr (BYTES == 16) {
+        copy_async_16(shared, global);
+    } else {
+#if defined(__CUDACC__)
+        const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(global),
+                     "n"(BYTES)
+                     : "memory");
+#else
+        emulator_copy_async(shared, global, BYTES);
+#endif
+    }
 }
 
 // Closes the group of copies begun since the last call.
@@ -168,5 +187,39 @@ __device__ __forceinline__ void cluster_store(double* shared, unsigned rank, dou
         : "memory");
 #else
     *static_cast<double*>(emulator_cluster_map(shared, rank)) = value;
+#endif
+}
+
+// One 16 x 8 x 8 product of a warp on the tensor cores (compute capability 7.5 and later):
+// sum += A * B, float16 factors, float32 sums. With group = lane / 4 and pair = lane % 4, a lane
+// gives A[group][2 * pair .. + 1], A[group + 8][the same] and B[2 * pair .. + 1][group], and holds
+// the sums of rows group and group + 8, columns 2 * pair and the next.
+__device__ __forceinline__ void mma_16x8x8(float (&sum)[4], unsigned a_low, unsigned a_high,
+                                           unsigned b) {
+#if defined(__CUDACC__)
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a_low), "r"(a_high), "r"(b));
+#else
+    const int group = threadIdx.x % 32 / 4;
+    const int pair = threadIdx.x % 4;
+    const auto half_of = [](unsigned word, int k) {
+        __half_raw raw;
+        raw.x = static_cast<unsigned short>(word >> (16 * k));
+        return __half2float(__half(raw));
+    };
+    for (int source = 0; source < 4; ++source) {
+        const unsigned rows[2] = {__shfl_sync(0xffffffffu, a_low, 4 * group + source),
+                                  __shfl_sync(0xffffffffu, a_high, 4 * group + source)};
+        const unsigned columns[2] = {__shfl_sync(0xffffffffu, b, 8 * pair + source),
+                                     __shfl_sync(0xffffffffu, b, 8 * pair + 4 + source)};
+        for (int i = 0; i < 4; ++i) {
+            for (int k = 0; k < 2; ++k) {
+                sum[i] += half_of(rows[i / 2], k) * half_of(columns[i % 2], k);
+            }
+        }
+    }
 #endif
 }

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backward half of the CuPy backend."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import secrets
+from dataclasses import dataclass
+
+from . import _kernel
+from ._call import Array, Backward, Cast, Norm
+from ._dtypes import TABLE
+from ._kernel import Specialisation
+from ._operands import Operands
+from ._plan import VECTOR_BYTES, Plan
+from ._plan_backward import (
+    COLUMN_THREADS,
+    SUM_THREADS,
+    BackwardLaunch,
+    choose_backward_launch,
+    choose_backward_plan,
+    choose_columns_launch,
+    streamed_launch,
+    sum_grid,
+)
+
+_MASKS = {False: "ALL_ROWS", True: "ZERO_OTHERS"}
+_OUTPUTS = frozenset(("dx", "dresidual", "dweight", "dbias"))
+_ROW_ARRAYS = ("dx", "dresidual", "dout", "x", "dresidual_out")
+
+# Marks a call's blocks in its workspace, see backward.cuh. Starts at random, so that two processes
+# cannot take each other's marks for their own.
+_calls = itertools.count(secrets.randbits(62) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardKind:
+    """What a backward call computes, apart from sizes and places. Dtypes by name, None: absent."""
+
+    norm: Norm
+    dx: str | None
+    dweight: str | None
+    dbias: str | None
+    dout: str
+    x: str
+    dresidual_out: str | None = None
+    weight: str | None = None  # None: a constant factor
+    given_mean: bool = False
+    given_rstd: bool = False
+    valid_rows: str = "int64"
+    cast: Cast = "once"
+    masked: bool = False
+
+    @classmethod
+    def of(cls, call: Backward) -> BackwardKind:
+        def dtype(array: Array | None) -> str | None:
+            return None if array is None else array.dtype
+
+        return cls(
+            norm=call.norm,
+            dx=dtype(call.dx),
+            dweight=dtype(call.dweight),
+            dbias=dtype(call.dbias),
+            dout=call.dout.dtype,
+            x=call.x.dtype,
+            dresidual_out=dtype(call.dresidual_out) if call.dx is not None else None,
+            weight=call.weight.dtype if isinstance(call.weight, Array) else None,
+            given_mean=call.mean is not None,
+            given_rstd=call.rstd is not None,
+            valid_rows="int64" if call.valid_rows is None else call.valid_rows.dtype,
+            cast=call.cast,
+            masked=call.where is not None or call.valid_rows is not None,
+        )
+
+    @property
+    def staged_itemsize(self) -> int:
+        """Bytes that one element of a row takes in shared memory."""
+        staged = (self.x, self.dout, self.dresidual_out)
+        return sum(TABLE[dtype].itemsize for dtype in staged if dtype)
+
+    @property
+    def accumulation(self) -> str:
+        return TABLE[self.x].accumulation or ""
+
+    @property
+    def sums(self) -> int:
+        """How many gradients are sums over rows."""
+        return (self.dweight is not None) + (self.dbias is not None)
+
+
+def backward(call: Backward) -> None:
+    """Run a checked backward call on its arrays' GPU, which is the current device."""
+    if call.dx is None and call.dweight is None and call.dbias is None:
+        return
+    _Run(call).run()
+
+
+class _Run:
+    """One call on its way: the arrays as kernels get them, the workspace, the launches."""
+
+    def __init__(self, call: Backward) -> None:
+        self.call = call
+        self.kind = BackwardKind.of(call)
+        self.properties = _kernel.device_properties(call.space.device.index)
+        self.heads = call.row_shape[-1] if call.per_head else 1
+        self.elements = self.heads * call.hidden_size
+        self.operands = Operands(
+            call,
+            rows={
+                "dx": call.dx,
+                "dresidual": call.dresidual,
+                "dout": call.dout,
+                "x": call.x,
+                "dresidual_out": call.dresidual_out if call.dx is not None else None,
+            },
+            others={
+                "weight": call.weight if isinstance(call.weight, Array) else None,
+                "where": call.where,
+                "valid_rows": call.valid_rows,
+                "mean": call.mean,
+                "rstd": call.rstd,
+                "dweight": call.dweight,
+                "dbias": call.dbias,
+            },
+            outputs=_OUTPUTS,
+        )
+        self.split_rows = call.per_head or self.operands.layout.inner_rows != call.rows
+        self.workspace: list[Array] = []  # kept until everything is enqueued
+        self.arguments = self._arguments()
+
+    def run(self) -> None:
+        call, kind = self.call, self.kind
+        if call.rows == 0:
+            self._sum_parts(0)
+        else:
+            arch = self.properties.arch
+            plan = choose_backward_plan(call.hidden_size, kind.x, kind.staged_itemsize, arch)
+            if plan.kernel == "norm_backward":
+                self._run_rows(plan)
+            else:
+                self._run_streamed(plan)
+        self.operands.finish()
+
+    def _run_rows(self, plan: Plan) -> None:
+        kind = self.kind
+        launch = choose_backward_launch(
+            plan,
+            self.call.rows,
+            self.heads,
+            kind.staged_itemsize,
+            self.elements * TABLE[kind.accumulation].itemsize * kind.sums,
+            self.properties.arch,
+            self.properties.sm_count,
+        )
+        last_block_sums = launch.last_block_sums and kind.sums > 0
+        self._allocate_parts(launch.parts)
+        if last_block_sums:
+            self.arguments["arrivals"] = self._room("arrivals", (launch.grid,), "int64")
+        self._launch_rows(kind, plan, launch)
+        if not last_block_sums:
+            self._sum_parts(launch.parts)
+
+    def _run_streamed(self, plan: Plan) -> None:
+        """Statistics, then dweight and dbias, and dx at last: it may lie where x is."""
+        call, kind = self.call, self.kind
+        launch = streamed_launch(plan, call.rows)
+        if kind.sums > 0:
+            if not kind.given_rstd or (kind.norm == "layer" and not kind.given_mean):
+                for name in ("mean", "rstd"):
+                    room = self._room(name, (call.rows,), kind.accumulation)
+                    self.arguments[f"{name}_out"] = room
+                statistics = dataclasses.replace(kind, dx=None, dresidual_out=None)
+                self._launch_rows(statistics, plan, launch)
+                for name in ("mean", "rstd"):
+                    self.arguments[name] = self.arguments[f"{name}_out"]
+                kind = dataclasses.replace(kind, given_mean=True, given_rstd=True)
+            columns = choose_columns_launch(
+                plan, call.hidden_size, call.rows, self.heads, self.properties.sm_count
+            )
+            self._allocate_parts(columns.parts)
+            self._launch_columns(kind, plan, columns)
+            self._sum_parts(columns.parts)
+        if kind.dx is not None:
+            self._launch_rows(kind, plan, launch)
+
+    def _launch_rows(self, kind: BackwardKind, plan: Plan, launch: BackwardLaunch) -> None:
+        specialisation = specialise_backward(
+            kind,
+            self.call.hidden_size,
+            plan,
+            launch,
+            arch=self.properties.arch,
+            aligned=self.operands.aligned(plan.vec_size, VECTOR_BYTES),
+            split_rows=self.split_rows,
+        )
+        self._launch(specialisation, launch.grid, launch.block, launch.shared_bytes)
+
+    def _launch_columns(self, kind: BackwardKind, plan: Plan, launch: BackwardLaunch) -> None:
+        specialisation = specialise_columns(
+            kind,
+            plan,
+            aligned=self.operands.aligned(plan.vec_size, VECTOR_BYTES),
+            split_rows=self.split_rows,
+        )
+        self._launch(specialisation, launch.grid, launch.block, 0)
+
+    def _sum_parts(self, parts: int) -> None:
+        if self.kind.sums > 0:
+            self.arguments["parts"] = parts
+            self._launch(specialise_sum(self.kind), sum_grid(self.elements), SUM_THREADS, 0)
+
+    def _launch(
+        self, specialisation: Specialisation, grid: int, block: int, shared_bytes: int
+    ) -> None:
+        space = self.call.space
+        function = _kernel.function(specialisation, space.device.index, shared_bytes)
+        packed = _kernel.pack(specialisation.kernel, self.kind.accumulation, self.arguments)
+        _kernel.launch(function, grid, block, shared_bytes, space.stream, packed)
+
+    def _room(self, name: str, shape: tuple[int, ...], dtype: str) -> int:
+        """The address of new room in the workspace."""
+        array = self.call.space.empty(name, shape, dtype)
+        self.workspace.append(array)
+        return array.pointer
+
+    def _allocate_parts(self, parts: int) -> None:
+        self.arguments["parts"] = parts
+        for name in ("dweight", "dbias"):
+            if getattr(self.kind, name) is not None:
+                shape = (parts, self.elements)
+                self.arguments[f"{name}_parts"] = self._room(name, shape, self.kind.accumulation)
+
+    def _arguments(self) -> dict[str, float]:
+        call, operands = self.call, self.operands
+        arguments: dict[str, float] = {
+            "rows": call.rows,
+            "hidden_size": call.hidden_size,
+            "inner_rows": operands.layout.inner_rows,
+            "heads": self.heads,
+            "parts": 0,
+            "elements": self.elements,
+            "call": next(_calls),
+            "eps": call.eps,
+            "weight_offset": call.weight_offset,
+            "weight_constant": 0.0,
+        }
+        if not isinstance(call.weight, Array):
+            arguments["weight_constant"] = call.weight + call.weight_offset
+        for name, kind in _kernel.BACKWARD_PARAMETERS:
+            if kind == "pointer":
+                arguments[name] = operands.pointer(name)
+        for name in _ROW_ARRAYS:
+            outer, inner = operands.strides(name)
+            arguments[f"{name}_strides.outer"] = outer
+            arguments[f"{name}_strides.inner"] = inner
+        return arguments
+
+
+def specialise_backward(
+    kind: BackwardKind,
+    hidden_size: int,
+    plan: Plan,
+    launch: BackwardLaunch,
+    *,
+    arch: int,
+    aligned: bool,
+    split_rows: bool,
+) -> Specialisation:
+    """The instantiation that computes `kind` by `plan`: norm_backward or norm_backward_streamed."""
+    streamed = plan.kernel == "norm_backward_streamed"
+    gradients = () if streamed else (_cpp(kind.dweight), _cpp(kind.dbias))
+    types = (
+        _norm(kind),
+        _cpp(kind.dx),
+        *gradients,
+        _cpp(kind.dout),
+        _cpp(kind.x),
+        _cpp(kind.dresidual_out),
+        _cpp(kind.weight, "Constant"),
+        _cpp(kind.valid_rows),
+    )
+    given_mean = kind.given_mean and kind.norm == "layer"
+    geometry: tuple[int, ...]
+    flags: tuple[bool, ...]
+    if streamed:
+        geometry = (plan.vec_size, plan.threads_per_row, plan.cluster_size)
+        flags = (aligned, split_rows, given_mean, kind.given_rstd)
+    else:
+        geometry = (
+            plan.vec_size,
+            plan.vecs_per_thread,
+            plan.threads_per_row,
+            launch.rows_per_block,
+            plan.cluster_size,
+            launch.stages,
+        )
+        held = plan.vec_size * plan.vecs_per_thread * plan.threads_per_row * plan.cluster_size
+        flags = (
+            held == hidden_size,
+            aligned,
+            split_rows,
+            kind.cast == "before_weight",
+            given_mean,
+            kind.given_rstd,
+            aligned and arch >= 80,
+        )
+    return Specialisation(
+        plan.kernel, (*types, *map(str, geometry), *map(_flag, flags), _MASKS[kind.masked])
+    )
+
+
+def specialise_columns(
+    kind: BackwardKind, plan: Plan, *, aligned: bool, split_rows: bool
+) -> Specialisation:
+    """The instantiation that sums dweight and dbias of streamed rows."""
+    return Specialisation(
+        "norm_backward_columns",
+        (
+            _norm(kind),
+            _cpp(kind.dweight),
+            _cpp(kind.dbias),
+            _cpp(kind.dout),
+            _cpp(kind.x),
+            _cpp(kind.valid_rows),
+            str(plan.vec_size),
+            str(COLUMN_THREADS),
+            _flag(aligned),
+            _flag(split_rows),
+            _flag(kind.cast == "before_weight"),
+            _MASKS[kind.masked],
+        ),
+    )
+
+
+def specialise_sum(kind: BackwardKind) -> Specialisation:
+    """The instantiation that sums the parts of dweight and dbias."""
+    types = (_cpp(kind.dweight), _cpp(kind.dbias), _cpp(kind.accumulation))
+    return Specialisation("norm_backward_sum", types)
+
+
+def _norm(kind: BackwardKind) -> str:
+    return "LAYER" if kind.norm == "layer" else "RMS"
+
+
+def _cpp(dtype: str | None, absent: str = "Absent") -> str:
+    return absent if dtype is None else TABLE[dtype].cpp
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"

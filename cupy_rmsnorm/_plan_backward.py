@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans and launches of the backward kernels. Pure, and by the rule of `_plan`: the plan, which
+orders the sums behind dx, follows from hidden size, dtypes and architecture alone.
+
+dweight and dbias are sums over rows: their order follows from the launch too, that is from the
+number of rows and of SMs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ._dtypes import TABLE
+from ._plan import MAX_GRID, WARP, Plan, shared_limit, vector_size
+
+# A thread holds the weight, dweight and dbias of this many elements of a row in registers, counted
+# in 4-byte words of the accumulation type; for the longest rows twice as many, and the weight not.
+HELD_WORDS = 16
+MAX_THREADS = 512  # with so many registers a thread
+CLUSTER_SIZES = (1, 2, 4, 8)
+# Clusters lie within a part of the GPU that has 16 to 20 SMs; what is left there stays idle. A grid
+# of more clusters than run at once would take twice as long.
+GPU_PARTS = 8
+BLOCK_THREADS = 256  # short rows share a block until it has this many threads
+THREADS_PER_SM = 512
+MAX_BLOCKS_PER_SM = 2  # bounds the workspace: parts of dweight are 2 * SMs at most
+MAX_STAGES = 4
+# Up to this many bytes of parts the last block sums them, else a launch of its own.
+LAST_BLOCK_BYTES = 256 * 1024
+STREAMED_THREADS = 512
+COLUMN_THREADS = 128
+SUM_THREADS = 256
+SUM_COLUMNS = 32  # elements that one block of the sum takes at once
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardLaunch:
+    """How the rows of one backward call are spread over blocks and how their bytes move."""
+
+    grid: int
+    block: int
+    shared_bytes: int
+    rows_per_block: int
+    stages: int  # groups of rows on their way to shared memory
+    parts: int  # blocks (clusters) that share the rows of one head, each with its own sums
+    last_block_sums: bool
+
+
+def choose_backward_plan(hidden_size: int, x_dtype: str, staged_itemsize: int, arch: int) -> Plan:
+    """The plan of a backward row; `staged_itemsize` counts x, dout and dresidual_out."""
+    itemsize = TABLE[x_dtype].itemsize
+    words = max(1, itemsize // 4)  # of one element in the accumulation type
+    vec_size = vector_size(hidden_size, itemsize)
+    packs = hidden_size // vec_size
+    held = max(1, HELD_WORDS // (words * vec_size))
+    if packs <= WARP:
+        return Plan("norm_backward", vec_size, 1, 1 << (packs - 1).bit_length())
+    for vecs, cluster_size in (
+        *((held, size) for size in CLUSTER_SIZES),
+        *((2 * held, size) for size in CLUSTER_SIZES),
+    ):
+        share = -(-packs // cluster_size)
+        threads = -(-share // (vecs * WARP)) * WARP
+        shared_bytes = threads * vecs * vec_size * staged_itemsize
+        if threads > MAX_THREADS or shared_bytes > shared_limit(arch):
+            continue
+        if cluster_size == 1 or arch >= 90:
+            vecs = -(-share // threads)
+            return Plan("norm_backward", vec_size, vecs, threads, cluster_size)
+    cluster_size = CLUSTER_SIZES[-1] if arch >= 90 else 1
+    return Plan("norm_backward_streamed", vec_size, 0, STREAMED_THREADS, cluster_size)
+
+
+def choose_backward_launch(
+    plan: Plan,
+    rows: int,
+    heads: int,
+    staged_itemsize: int,
+    part_bytes: int,
+    arch: int,
+    sm_count: int,
+) -> BackwardLaunch:
+    """The launch of `rows` >= 1 rows; `part_bytes` is the size of one part of the workspace."""
+    threads = plan.threads_per_row
+    positions = rows // heads
+    rows_per_block = max(1, BLOCK_THREADS // threads) if plan.cluster_size == 1 else 1
+    while rows_per_block * threads > WARP and rows_per_block > 1:
+        if -(-positions // rows_per_block) * heads >= sm_count:
+            break
+        rows_per_block //= 2  # too few blocks for the SMs: spread the rows
+    block = threads * rows_per_block
+    blocks_per_sm = max(1, min(MAX_BLOCKS_PER_SM, THREADS_PER_SM // block))
+    units = blocks_per_sm * sm_count // plan.cluster_size
+    if plan.cluster_size > 2 and units > GPU_PARTS:
+        units -= units % GPU_PARTS
+    parts = max(1, min(-(-positions // rows_per_block), units // heads))
+    stage_bytes = block * plan.vecs_per_thread * plan.vec_size * staged_itemsize
+    stages = max(1, min(MAX_STAGES, shared_limit(arch) // blocks_per_sm // stage_bytes))
+    grid = parts * heads * plan.cluster_size
+    assert grid <= MAX_GRID
+    return BackwardLaunch(
+        grid=grid,
+        block=block,
+        shared_bytes=stages * stage_bytes,
+        rows_per_block=rows_per_block,
+        stages=stages,
+        parts=parts,
+        last_block_sums=parts * part_bytes <= LAST_BLOCK_BYTES,
+    )
+
+
+def streamed_launch(plan: Plan, rows: int) -> BackwardLaunch:
+    """The launch of rows that are streamed."""
+    grid = rows * plan.cluster_size
+    return BackwardLaunch(grid, plan.threads_per_row, 0, 1, 1, 0, last_block_sums=False)
+
+
+def choose_columns_launch(
+    plan: Plan, hidden_size: int, rows: int, heads: int, sm_count: int
+) -> BackwardLaunch:
+    """The launch that sums dweight and dbias for streamed rows, one thread a pack of columns."""
+    chunks = -(-(hidden_size // plan.vec_size) // COLUMN_THREADS)
+    # Enough blocks for the SMs, and at most the bound on the workspace.
+    parts = max(1, min(rows // heads, -(-4 * sm_count // (chunks * heads)), 2 * sm_count))
+    grid = chunks * heads * parts
+    assert grid <= MAX_GRID
+    return BackwardLaunch(grid, COLUMN_THREADS, 0, 1, 1, parts, last_block_sums=False)
+
+
+def sum_grid(elements: int) -> int:
+    """Blocks that sum the parts of `elements` gradients."""
+    return min(-(-elements // SUM_COLUMNS), MAX_GRID)

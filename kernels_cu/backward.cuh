@@ -1,0 +1,318 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the backward kernels share: their arguments, where a row lies, rows on their way to shared
+// memory, sums of several values at once, and how the gradients of weight and bias become one.
+//
+// With g = dout * (weight + offset) and c = x - mean (RMSNorm: x):
+//     dx = rstd * (g - mean(g) - c * rstd * mean(g * c * rstd)) + dresidual_out
+// where RMSNorm has no mean(g). dweight = sum of dout * c * rstd and dbias = sum of dout over rows.
+// Every block sums its own rows into its part of a workspace; the parts are then summed in order.
+#pragma once
+
+#include "fuse.cuh"
+#include "reduce.cuh"
+
+// Outputs first, then inputs, sizes, scalars. DX, DW, DB: outputs, Absent where not wanted; D, X:
+// dout and x; R: dresidual_out or Absent; W: weight or Constant; V: the type of valid_rows.
+// Rows come in order of heads (row = position * heads + head); heads is 1 for a shared weight.
+template <typename DX, typename DW, typename DB, typename D, typename X, typename R, typename W,
+          typename V>
+struct BackwardArguments {
+    using A = typename Accumulation<X>::type;
+    DX* dx;
+    X* dresidual;  // a second copy of dx, null where not wanted
+    DW* dweight;   // (heads, hidden_size), as dbias
+    DB* dbias;
+    A* dweight_parts;  // (parts, heads, hidden_size)
+    A* dbias_parts;
+    unsigned long long* arrivals;  // one a block; null: another launch sums the parts
+    A* mean_out;                   // norm_backward_streamed without dx leaves the statistics here
+    A* rstd_out;
+    const D* dout;
+    const X* x;
+    const R* dresidual_out;
+    const W* weight;
+    const A* mean;  // null: recomputed
+    const A* rstd;
+    const bool* where;    // null: every row
+    const V* valid_rows;  // null: every row
+    long long rows;
+    long long hidden_size;
+    long long inner_rows;
+    long long heads;
+    long long parts;
+    RowStrides dx_strides;
+    RowStrides dresidual_strides;
+    RowStrides dout_strides;
+    RowStrides x_strides;
+    RowStrides dresidual_out_strides;
+    unsigned long long call;  // differs from call to call, never 0
+    A eps;
+    A weight_offset;
+    A weight_constant;
+};
+
+template <typename DX, typename D, typename X, typename R>
+struct BackwardRow {
+    DX* dx;
+    X* dresidual;
+    const D* dout;
+    const X* x;
+    const R* dresidual_out;
+};
+
+template <bool SPLIT_ROWS, typename DX, typename DW, typename DB, typename D, typename X,
+          typename R, typename W, typename V>
+__device__ __forceinline__ BackwardRow<DX, D, X, R> backward_row(
+    const BackwardArguments<DX, DW, DB, D, X, R, W, V>& arguments, long long row) {
+    const long long outer = SPLIT_ROWS ? row / arguments.inner_rows : 0;
+    const long long inner = SPLIT_ROWS ? row - outer * arguments.inner_rows : row;
+    const auto offset = [=](const RowStrides& strides) {
+        return SPLIT_ROWS ? outer * strides.outer + inner * strides.inner : inner * strides.inner;
+    };
+    BackwardRow<DX, D, X, R> at = {};
+    if constexpr (is_array<DX>) {
+        at.dx = arguments.dx + offset(arguments.dx_strides);
+        if (arguments.dresidual != nullptr) {
+            at.dresidual = arguments.dresidual + offset(arguments.dresidual_strides);
+        }
+    }
+    at.dout = arguments.dout + offset(arguments.dout_strides);
+    at.x = arguments.x + offset(arguments.x_strides);
+    if constexpr (is_array<R>) {
+        at.dresidual_out = arguments.dresidual_out + offset(arguments.dresidual_out_strides);
+    }
+    return at;
+}
+
+// Begins to bring one pack to shared memory; without ASYNC it is there at once.
+template <bool ASYNC, bool ALIGNED, typename T, int VEC_SIZE>
+__device__ __forceinline__ void bring_pack(Pack<T, VEC_SIZE>* shared, const T* source) {
+    constexpr int BYTES = word_bytes(sizeof(Pack<T, VEC_SIZE>));
+    if constexpr (ASYNC && BYTES >= 4) {
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof(Pack<T, VEC_SIZE>)) / BYTES; ++i) {
+            copy_async<BYTES>(reinterpret_cast<char*>(shared) + i * BYTES,
+                              reinterpret_cast<const char*>(source) + i * BYTES);
+        }
+    } else {
+        Pack<T, VEC_SIZE> pack;
+        load_pack<STREAM, ALIGNED>(pack, source);
+        *shared = pack;
+    }
+}
+
+template <bool ASYNC, typename A>
+__device__ __forceinline__ void bring_value(A* shared, const A* source) {
+    if constexpr (ASYNC) {
+        copy_async<sizeof(A)>(shared, source);
+    } else {
+        *shared = *source;
+    }
+}
+
+template <bool ALIGNED, typename A, typename DX, typename D, typename X, typename R, int VEC_SIZE>
+__device__ __forceinline__ void store_dx(const BackwardRow<DX, D, X, R>& at, long long element,
+                                         const A (&values)[VEC_SIZE]) {
+    Pack<DX, VEC_SIZE> dx;
+    round_pack(dx, values);
+    store_pack<ALIGNED>(at.dx + element, dx);
+    if (at.dresidual != nullptr) {
+        Pack<X, VEC_SIZE> dresidual;
+        round_pack(dresidual, values);
+        store_pack<ALIGNED>(at.dresidual + element, dresidual);
+    }
+}
+
+// The formulas above for one element each; given its row's statistics and means.
+template <Norm NORM, bool CAST_BEFORE_WEIGHT, typename X, typename A>
+struct Gradient {
+    A mean;
+    A rstd;
+    A mean_g;
+    A mean_g_xhat;
+
+    __device__ __forceinline__ A centered(X x) const {
+        return NORM == LAYER ? sub_rn(to_float(x), mean) : to_float(x);
+    }
+    __device__ __forceinline__ A xhat(X x) const { return mul_rn(centered(x), rstd); }
+
+    __device__ __forceinline__ A dx(A g, A xhat, A dresidual_out) const {
+        if constexpr (NORM == LAYER) g = sub_rn(g, mean_g);
+        return fma_rn(rstd, fma_rn(-xhat, mean_g_xhat, g), dresidual_out);
+    }
+
+    __device__ __forceinline__ A add_dweight(A dweight, A dout, A xhat) const {
+        if constexpr (CAST_BEFORE_WEIGHT) xhat = to_float(from_float<X>(xhat));
+        return fma_rn(dout, xhat, dweight);
+    }
+};
+
+template <typename A>
+struct Factor {
+    A weight_offset;
+    A weight_constant;
+
+    template <typename W>
+    __device__ __forceinline__ A operator()(W weight) const {
+        if constexpr (is_array<W>) {
+            return add_rn(to_float(weight), weight_offset);
+        } else {
+            return add_rn(weight_constant, weight_offset);
+        }
+    }
+};
+
+// Sums COUNT values at once over the THREADS_PER_ROW threads of a row and over the blocks of the
+// cluster, by one barrier each. Slots may be used again only after another barrier of the block
+// (of the cluster); `slots` needs COUNT * row_reduce_slots places, `cluster_slots` COUNT *
+// CLUSTER_SIZE.
+template <int THREADS_PER_ROW, int CLUSTER_SIZE, typename A, int COUNT>
+__device__ __forceinline__ void reduce_sums(A (&values)[COUNT], A* slots, A* cluster_slots) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        values[i] = warp_reduce_sum<(THREADS_PER_ROW < 32 ? THREADS_PER_ROW : 32)>(values[i]);
+    }
+    if constexpr (THREADS_PER_ROW > 32) {
+        constexpr int WARPS = THREADS_PER_ROW / 32;
+        constexpr int WIDTH = ceil_power_of_two(WARPS);
+        const int lane_id = threadIdx.x % 32;
+        A* const row_slots = slots + threadIdx.x / THREADS_PER_ROW * (WARPS * COUNT);
+        if (lane_id == 0) {
+            const int warp = threadIdx.x % THREADS_PER_ROW / 32;
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) row_slots[warp * COUNT + i] = values[i];
+        }
+        __syncthreads();  // every warp's sums are in their slots
+        const int slot = lane_id % WIDTH;
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            values[i] = warp_reduce_sum<WIDTH>(slot < WARPS ? row_slots[slot * COUNT + i] : A(0));
+        }
+    }
+    if constexpr (CLUSTER_SIZE > 1) {
+        if (threadIdx.x < CLUSTER_SIZE) {
+            A* const own = cluster_slots + cluster_rank() * COUNT;
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) cluster_store(own + i, threadIdx.x, values[i]);
+        }
+        cluster_barrier();  // every block's sums have arrived in every block
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            values[i] = cluster_slots[i];
+#pragma unroll
+            for (int rank = 1; rank < CLUSTER_SIZE; ++rank) {
+                values[i] += cluster_slots[rank * COUNT + i];
+            }
+        }
+    }
+}
+
+// Writes a block's sums over its rows, which thread t of each row holds for packs begin + t, begin
+// + t + threads of a row, ... below end; `room` is shared memory for those of all its rows, idle
+// since the block's last barrier.
+template <int ROWS_PER_BLOCK, typename A, int VECS_PER_THREAD, int VEC_SIZE>
+__device__ __forceinline__ void store_part(A* part, const A (&sums)[VECS_PER_THREAD][VEC_SIZE],
+                                           int begin, int end, int thread, A* room) {
+    const int threads_per_row = blockDim.x / ROWS_PER_BLOCK;
+    if constexpr (ROWS_PER_BLOCK == 1) {
+#pragma unroll
+        for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
+            const int pack = begin + thread + vec * threads_per_row;
+            if (pack >= end) continue;
+#pragma unroll
+            for (int i = 0; i < VEC_SIZE; ++i) {
+                part[static_cast<long long>(pack) * VEC_SIZE + i] = sums[vec][i];
+            }
+        }
+    } else {
+        const int held = threads_per_row * VECS_PER_THREAD * VEC_SIZE;
+        A* const row = room + threadIdx.x / threads_per_row * held;
+        __syncthreads();  // no thread uses the room any more
+#pragma unroll
+        for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
+#pragma unroll
+            for (int i = 0; i < VEC_SIZE; ++i) {
+                row[(thread + vec * threads_per_row) * VEC_SIZE + i] = sums[vec][i];
+            }
+        }
+        __syncthreads();  // every row's sums are in the room
+        for (int element = threadIdx.x; element < end * VEC_SIZE; element += blockDim.x) {
+            A sum = room[element];
+#pragma unroll 8
+            for (int other = 1; other < ROWS_PER_BLOCK; ++other) {
+                sum += room[other * held + element];
+            }
+            part[element] = sum;
+        }
+    }
+}
+
+// Sums `parts` arrays of `elements` values into `out`, packs first, first + step, ... of COLUMNS *
+// SLICES threads: SLICES of them share a pack, each sums every SLICES-th part in order, and their
+// sums are added in order. All threads of the block take part; `slots` has room for their packs.
+template <int VEC_SIZE, int COLUMNS, int SLICES, typename T, typename A>
+__device__ __forceinline__ void sum_parts(T* out, const A* parts, long long elements,
+                                          long long count, long long first, long long step,
+                                          Pack<A, VEC_SIZE>* slots) {
+    const int column = threadIdx.x % COLUMNS;
+    const int slice = threadIdx.x / COLUMNS;
+    for (long long base = first; base < elements; base += step) {
+        const long long element = base + static_cast<long long>(column) * VEC_SIZE;
+        Pack<A, VEC_SIZE> sum = {};
+        if (element < elements) {
+#pragma unroll 8
+            for (long long part = slice; part < count; part += SLICES) {
+                Pack<A, VEC_SIZE> term;
+                load_pack<FRESH, true>(term, parts + part * elements + element);
+#pragma unroll
+                for (int i = 0; i < VEC_SIZE; ++i) sum.data[i] += term.data[i];
+            }
+        }
+        if constexpr (SLICES > 1) {
+            slots[threadIdx.x] = sum;
+            __syncthreads();  // every slice's sum is in its slot
+            if (slice == 0) {
+#pragma unroll
+                for (int other = 1; other < SLICES; ++other) {
+#pragma unroll
+                    for (int i = 0; i < VEC_SIZE; ++i) {
+                        sum.data[i] += slots[other * COLUMNS + column].data[i];
+                    }
+                }
+            }
+            __syncthreads();  // the slots are read before the next packs overwrite them
+        }
+        if (slice == 0 && element < elements) {
+#pragma unroll
+            for (int i = 0; i < VEC_SIZE; ++i) out[element + i] = from_float<T>(sum.data[i]);
+        }
+    }
+}
+
+// Whether this block is the last to finish, or one of several that finish at the same time and may
+// all do what comes next: it must write the same whoever does it. A block that has arrived marks
+// its place with the call's own number, so that the marks need no clearing before the launch,
+// whatever the workspace held; `forget_arrivals` clears them for a graph that replays the launch.
+__device__ __forceinline__ bool last_to_arrive(unsigned long long* arrivals,
+                                               unsigned long long call) {
+    __threadfence();  // this thread's parts are seen before the block's mark
+    __syncthreads();  // so are those of every thread of the block
+    if (threadIdx.x == 0) {
+        atomicExch(arrivals + blockIdx.x, call);
+        __threadfence();  // the own mark before any other is read: one block at least sees all
+    }
+    __syncthreads();  // the block's mark is set
+    int missing = 0;
+    for (unsigned block = threadIdx.x; block < gridDim.x; block += blockDim.x) {
+        missing |= atomicOr(arrivals + block, 0ULL) != call;
+    }
+    const bool last = __syncthreads_or(missing) == 0;  // every mark is read
+    __threadfence();                                   // the marks before the parts
+    return last;
+}
+
+__device__ __forceinline__ void forget_arrivals(unsigned long long* arrivals) {
+    for (unsigned block = threadIdx.x; block < gridDim.x; block += blockDim.x) {
+        atomicExch(arrivals + block, 0ULL);
+    }
+}
