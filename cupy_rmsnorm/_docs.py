@@ -143,7 +143,7 @@ PARAGRAPHS = {
             need_dx, need_dweight : bool, default True
                 False leaves a gradient out: None stands in its place.
             dx_out, dweight_out, dbias_out : array, optional
-                Outputs, returned as the same objects. dx_out may be exactly x.
+                Outputs, returned as the same objects. dx_out may be exactly x, or residual_out.
             dweight_dtype : dtype, optional
                 dweight's dtype if it is not weight's; must agree with `dweight_out`.
         """,

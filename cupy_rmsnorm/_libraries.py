@@ -7,6 +7,7 @@ With `_border` the only file that knows them. None is imported before the caller
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 from collections.abc import Iterator
@@ -78,10 +79,10 @@ class _HostSpace(Space):
     stream = 0
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: str) -> Array:
-        return _host_array(name, None, np.empty(shape, numpy_dtype(dtype)))
+        return _host_array(name, np.empty(shape, numpy_dtype(dtype)))
 
     def contiguous(self, array: Array) -> Array:
-        return _host_array(array.name, None, np.array(array.numpy, order="C", subok=False))
+        return _host_array(array.name, np.array(array.numpy, order="C", subok=False))
 
     def assign(self, target: Array, source: Array) -> None:
         np.copyto(target.numpy, source.numpy)
@@ -95,7 +96,7 @@ class _NumPy(Library):
             _refuse.unsupported_array(name, "a plain array", "a masked array")
         if not value.dtype.isnative:
             _refuse.unsupported_array(name, "in native byte order", str(value.dtype))
-        return _host_array(name, None, value, output)
+        return _host_array(name, value, output)
 
     def space(self, device: Device) -> Space:
         return _HostSpace()
@@ -202,8 +203,7 @@ CUPY = _CuPy()
 # Host memory ---------------------------------------------------------------------------------
 
 
-def _host_array(name: str, native: Any, values: np.ndarray, output: bool = False) -> Array:
-    """Describe an ndarray; `native` is the object of another library over the same memory."""
+def _host_array(name: str, values: np.ndarray, output: bool = False) -> Array:
     itemsize = values.dtype.itemsize
     if any(stride % itemsize for stride in values.strides if itemsize):
         if output:
@@ -212,11 +212,11 @@ def _host_array(name: str, native: Any, values: np.ndarray, output: bool = False
     values = values.view(np.ndarray)
     return Array(
         name,
-        values if native is None else native,
+        values,
         values.__array_interface__["data"][0],
         values.shape,
         _regular(values.shape, tuple(stride // itemsize for stride in values.strides)),
-        values.dtype.name,
+        _dtype_name(values.dtype),
         CPU,
         values,
         not values.flags.writeable,
@@ -267,8 +267,15 @@ def _torch_host_array(name: str, tensor: Any) -> Array:
     )
 
 
+@functools.cache
 def _torch_dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def _dtype_name(dtype: np.dtype) -> str:
+    """NumPy makes the name anew at each look."""
+    return str(dtype.name)
 
 
 def _regular(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
@@ -380,7 +387,7 @@ def _cupy_array(name: str, value: Any, readonly: bool = False) -> Array:
         value.data.ptr,
         value.shape,
         _regular(value.shape, tuple(stride // itemsize for stride in strides)),
-        value.dtype.name,
+        _dtype_name(value.dtype),
         Device("cuda", value.data.device_id),
         readonly=readonly,
     )
