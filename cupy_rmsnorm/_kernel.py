@@ -174,9 +174,10 @@ class Specialisation:
 @functools.cache
 def _packer(kernel: str, accumulation: str) -> struct.Struct:
     kinds = (kind for _, kind in PARAMETERS[kernel])
-    return struct.Struct(
-        "@" + "".join(_FORMATS[accumulation if kind == "accumulation" else kind] for kind in kinds)
-    )
+    codes = (_FORMATS[accumulation if kind == "accumulation" else kind] for kind in kinds)
+    # One struct is padded to its alignment; a list of parameters ends with the last one.
+    end = "" if kernel in STUDY_PARAMETERS else "0Q"
+    return struct.Struct(f"@{''.join(codes)}{end}")
 
 
 def pack(kernel: str, accumulation: str, arguments: Mapping[str, float]) -> bytes:

@@ -12,14 +12,18 @@ several rows, a residual in a staged row, a float32 weight beside packs of eight
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
+from cupy_rmsnorm import _cuda
 from cupy_rmsnorm._cuda import ForwardKind, specialise_forward
 from cupy_rmsnorm._dtypes import TABLE
 from cupy_rmsnorm._kernel import Specialisation
@@ -135,6 +139,33 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     return chosen
 
 
+@dataclass(frozen=True)
+class Forced:
+    """A launch that the library would choose for far more rows, or on another GPU.
+
+    It changes no bit; so a few rows can go through all the code that moves bytes.
+    """
+
+    rows_per_block: int = 1
+    grid: int = 0  # 0: a block for each of its rows; less makes blocks walk
+    stages: int = 0  # of a ring of bulk copies, from compute capability 9.0 on
+    early_weight: bool = True
+
+    def plan(self, plan: Plan) -> Plan:
+        return dataclasses.replace(plan, early_weight=self.early_weight)
+
+    def launch(self, plan: Plan, rows: int, staged_itemsize: int) -> Launch:
+        block = plan.threads_per_row * self.rows_per_block
+        row_bytes = plan.threads_per_row * plan.vecs_per_thread * plan.vec_size * staged_itemsize
+        return Launch(
+            grid=self.grid or -(-rows // self.rows_per_block),
+            block=block,
+            shared_bytes=self.stages * self.rows_per_block * row_bytes,
+            rows_per_block=self.rows_per_block,
+            stages=self.stages,
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ForwardRow:
     """A forward call with statistics. Dtypes by name."""
@@ -151,6 +182,7 @@ class ForwardRow:
     weight_offset: float
     mask: str | None
     layout: str
+    forced: Forced | None = None
 
     @classmethod
     def of(cls, levels: Mapping[str, Any]) -> ForwardRow:
@@ -178,6 +210,10 @@ class ForwardRow:
         if self.weight_offset:
             parts.append("offset")
         parts += [part for part in (self.mask, self.layout) if part]
+        if self.forced is not None:
+            forced = self.forced
+            parts.append(f"rows_{forced.rows_per_block}-grid_{forced.grid}-stages_{forced.stages}")
+            parts += [] if forced.early_weight else ["late_weight"]
         return "-".join(parts)
 
     @property
@@ -221,11 +257,20 @@ class ForwardRow:
             per_head=self.layout == "heads",
         )
 
+    @property
+    def least_arch(self) -> int:
+        """The oldest architecture that has what the row needs."""
+        return 90 if self.forced is not None and self.forced.stages else 0
+
     def plan(self, arch: int) -> Plan:
-        return choose_plan(self.hidden_size, self.x, self.residual, arch)
+        plan = choose_plan(self.hidden_size, self.x, self.residual, arch)
+        return plan if self.forced is None else self.forced.plan(plan)
 
     def launch(self, arch: int, sm_count: int = SM_COUNT) -> Launch:
-        return choose_launch(self.plan(arch), self.rows, self.kind.staged_itemsize, sm_count)
+        plan, staged_itemsize = self.plan(arch), self.kind.staged_itemsize
+        if self.forced is not None:
+            return self.forced.launch(plan, self.rows, staged_itemsize)
+        return choose_launch(plan, self.rows, staged_itemsize, sm_count)
 
     def specialisation(self, arch: int, sm_count: int = SM_COUNT) -> Specialisation:
         """The instantiation that the library has to take on `arch`."""
@@ -277,9 +322,30 @@ class ForwardRow:
             values = np.full(case.shape(output), np.nan, oracle.DTYPES[dtype])
             rowwise = output in ("mean", "rstd")
             outputs[output] = backend.output(inputs.lay(values) if rowwise else self._laid(values))
-        got = calls.forward(backend, case, statistics=True, **outputs)
+        with self._choices():
+            got = calls.forward(backend, case, statistics=True, **outputs)
         calls.check_forward(case, got)
         return got
+
+    @contextlib.contextmanager
+    def _choices(self) -> Iterator[None]:
+        """Let the backend choose what is forced."""
+        forced = self.forced
+        if forced is None:
+            yield
+            return
+
+        def plan(hidden_size: int, x: str, residual: str | None, arch: int) -> Plan:
+            return forced.plan(choose_plan(hidden_size, x, residual, arch))
+
+        def launch(plan: Plan, rows: int, staged_itemsize: int, sm_count: int) -> Launch:
+            return forced.launch(plan, rows, staged_itemsize)
+
+        with (
+            mock.patch.object(_cuda, "choose_plan", plan),
+            mock.patch.object(_cuda, "choose_launch", launch),
+        ):
+            yield
 
     def _masks(self) -> tuple[np.ndarray | None, np.ndarray | None]:
         """`where` and `valid_rows`; each leaves some rows out, in blocks that it shares."""
@@ -338,12 +404,51 @@ PLAIN = (
     *itertools.product(("staged_part",), ("float16",), (1, 2, 4)),
 )
 
-FORWARD = tuple(
-    dict.fromkeys(
+# Launches that need more rows than a test wants. (place, x, forced, what differs from plain)
+FORCED: tuple[tuple[str, str, Forced, dict[str, Any]], ...] = (
+    # A ring of bulk copies; blocks that walk further than the ring is long, or not at all.
+    ("two_warps", "float16", Forced(grid=1, stages=2), {}),
+    ("two_warps", "bfloat16", Forced(grid=2, stages=4), {"residual": "float32"}),
+    ("two_vecs", "float32", Forced(2, grid=3, stages=3), {"norm": "layer", "layout": "split"}),
+    ("two_vecs", "float64", Forced(2, grid=70, stages=2), {"residual": "float64"}),
+    ("two_vecs_part", "bfloat16", Forced(grid=2, stages=2), {"norm": "layer", "bias": "float32"}),
+    ("block", "float16", Forced(grid=1, stages=2), {"residual": "float16", "layout": "gap"}),
+    ("block_part", "float16", Forced(grid=3, stages=2), {"layout": "heads", "weight": "float32"}),
+    ("block_part", "bfloat16", Forced(grid=2, stages=3, early_weight=False), {"norm": "layer"}),
+    ("four_vecs", "float32", Forced(grid=1, stages=2), {"cast": "before_weight", "y": "float16"}),
+    ("four_vecs", "float16", Forced(stages=2), {"norm": "layer", "weight": None}),
+    # Blocks that walk without a ring: the reduction's slots are used again.
+    ("warp", "float16", Forced(4, grid=3), {"mask": "keep_where"}),
+    ("two_vecs", "bfloat16", Forced(2, grid=7), {"norm": "layer", "mask": "zero_both"}),
+    ("two_warps_part", "float32", Forced(3, grid=2), {"residual": "bfloat16"}),
+    ("block", "float32", Forced(grid=1), {"norm": "layer", "layout": "heads"}),
+    ("four_vecs", "bfloat16", Forced(grid=2), {"layout": "misaligned", "mask": "zero_valid"}),
+    # Weights that are loaded once the sum is known.
+    ("three_packs", "float16", Forced(32, early_weight=False), {"layout": "heads"}),
+    (
+        "two_vecs_part",
+        "float32",
+        Forced(2, early_weight=False),
+        {"norm": "layer"},
+    ),
+    ("block", "bfloat16", Forced(early_weight=False), {"residual": "bfloat16"}),
+    ("longest_held", "float16", Forced(grid=2, early_weight=False), {"width": 1}),
+)
+
+
+def _forced(place: str, x: str, forced: Forced, changes: dict[str, Any]) -> ForwardRow:
+    levels = {name: FACTORS[name][0] for name in FACTORS}
+    row = ForwardRow.of(levels | {"place": place, "x": x, "y": x, "weight": x} | changes)
+    return dataclasses.replace(row, forced=forced)
+
+
+FORWARD = (
+    *dict.fromkeys(
         ForwardRow.of(levels)
         for levels in (
             *pairwise(FACTORS),
             *(_plain(index, *which) for index, which in enumerate(PLAIN)),
         )
-    )
+    ),
+    *itertools.starmap(_forced, FORCED),
 )
