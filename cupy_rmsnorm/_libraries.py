@@ -22,7 +22,7 @@ from ._dtypes import TABLE, numpy_dtype
 CPU = Device("cpu", 0)
 
 # DLPack's device types that a backend can read.
-DLPACK_HOST = (1,)
+DLPACK_HOST = (1, 3)  # plain and pinned
 DLPACK_CUDA = (2, 13)  # CUDA's own and its managed memory
 
 CUDA_EVENT_DISABLE_TIMING = 2
@@ -119,6 +119,10 @@ class _Torch(Library):
             if torch.is_grad_enabled():
                 _refuse.needs_gradient(name)
             value = value.detach()
+        try:
+            value.data_ptr()
+        except RuntimeError:
+            _refuse.unsupported_array(name, "a tensor with memory of its own", "a traced one")
         where = value.device
         if where.type == "cuda":
             return Array(

@@ -320,6 +320,22 @@ def test_torch_tensors_without_memory_are_refused(torch: Any) -> None:
         norms.rms_norm(torch.from_numpy(X), torch.tensor(2.0))
 
 
+def test_torch_transforms_are_refused(torch: Any) -> None:
+    message = r"^x must be a tensor with memory of its own, got a traced one$"
+    with pytest.raises(TypeError, match=message):
+        torch.func.vmap(norms.rms_norm)(torch.from_numpy(X))
+
+
+def test_torch_out_in_inference_mode(torch: Any) -> None:
+    out = torch.empty(2, 3, 4)
+    with torch.inference_mode():
+        x = torch.from_numpy(X)
+        norms.rms_norm(x, out=out)
+        np.testing.assert_array_equal(out.numpy(), norms.rms_norm(X))
+        inference_out = torch.empty(2, 3, 4)
+        assert norms.rms_norm(x, out=inference_out) is inference_out
+
+
 def test_libraries_mix_as_inputs_but_not_as_outputs(torch: Any) -> None:
     tensor = torch.from_numpy(X)
     np.testing.assert_array_equal(norms.rms_norm(tensor, W).numpy(), Y)
