@@ -44,7 +44,7 @@ def is_injective(array: Array) -> bool:
     reach = 0
     for stride, size in sorted((abs(s), n) for n, s in _axes(array) if n > 1):
         if stride <= reach:
-            return False
+            return array.size == 0
         reach += stride * (size - 1)
     return True
 
