@@ -36,11 +36,7 @@ class Caller:
 
     def input(self, name: str, value: object) -> Array:
         """Describe an input; it may be of another library than x."""
-        library = _library(name, value)
-        array = library.describe(name, value, output=False)
-        if array.device == self.x.device:
-            self.space.wait_for(library.stream(array.device))
-        return array
+        return self._join(name, value, _library(name, value))
 
     def optional(self, name: str, value: object) -> Array | None:
         """Describe an input that may be None."""
@@ -52,9 +48,13 @@ class Caller:
             return None
         if _refuse.is_number(value):
             return _refuse.number(name, value)
-        if _find(value) is None:
-            _refuse.not_an_array(name, value, constant=True)
-        return self.input(name, value)
+        return self._join(name, value, _parameter_library(name, value))
+
+    def _join(self, name: str, value: object, library: Library) -> Array:
+        array = library.describe(name, value, output=False)
+        if array.device == self.x.device:
+            self.space.wait_for(library.stream(array.device))
+        return array
 
     def output(self, name: str, value: object) -> Array | None:
         """Describe an output that the caller gave, which must be of x's library."""
@@ -81,9 +81,7 @@ def look_at_parameter(name: str, value: object) -> Array | float | None:
         return None
     if _refuse.is_number(value):
         return _refuse.number(name, value)
-    library = _find(value)
-    if library is None:
-        _refuse.not_an_array(name, value, constant=True)
+    library = _parameter_library(name, value)
     if library is TORCH:
         value = TORCH.detached(value)
     return library.describe(name, value, output=False)
@@ -93,12 +91,14 @@ def dtype_name(name: str, value: object) -> str | None:
     """The name of the dtype that `value` stands for, in any library's spelling."""
     if value is None or (isinstance(value, str) and value in TABLE):
         return value
-    if type(value).__module__ == "torch":
-        return str(value).removeprefix("torch.")
     try:
         dtype = np.dtype(value)  # type: ignore[call-overload]
     except TypeError:
-        _refuse.not_a_dtype(name, value)
+        # Other libraries' dtypes show as torch.float16, array_api_strict.float16.
+        shown = str(value).rpartition(".")[2]
+        if isinstance(value, str) or not shown.isidentifier():
+            _refuse.not_a_dtype(name, value)
+        return shown
     if not dtype.isnative:
         _refuse.not_a_dtype(name, value)
     return str(dtype.name)
@@ -124,16 +124,17 @@ def _find(value: object) -> Library | None:
         return Exchanged(value, NUMPY)
     if hasattr(value, "__cuda_array_interface__"):
         return Exchanged(value, CUPY)
-    if hasattr(value, "__array_interface__") or isinstance(value, memoryview) or _has_buffer(value):
+    if hasattr(value, "__array_interface__") or _has_buffer(value):
         return Exchanged(value, NUMPY)
     return None
 
 
 def _library(name: str, value: object) -> Library:
-    library = _find(value)
-    if library is None:
-        _refuse.not_an_array(name, value)
-    return library
+    return _find(value) or _refuse.not_an_array(name, value)
+
+
+def _parameter_library(name: str, value: object) -> Library:
+    return _find(value) or _refuse.not_an_array(name, value, constant=True)
 
 
 def _is(value: object, module: str, name: str) -> bool:

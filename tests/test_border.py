@@ -83,10 +83,28 @@ def test_bfloat16_in_bfloat16_out() -> None:
     np.testing.assert_allclose(y.astype(F32), Y, rtol=2**-8)
 
 
-@pytest.mark.parametrize("dtype", ["float16", F32, np.dtype(np.float16), ml_dtypes.bfloat16])
-def test_out_dtype_in_any_spelling(dtype: Any) -> None:
-    y = norms.rms_norm(X, W, out_dtype=dtype)
-    assert y.dtype == np.dtype(dtype)
+class Float16:
+    """A dtype object that is none of NumPy's."""
+
+    def __str__(self) -> str:
+        return "another_library.float16"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("float16", np.float16),
+        ("bfloat16", ml_dtypes.bfloat16),
+        ("<f2", np.float16),
+        (F32, F32),
+        (np.dtype(np.float16), np.float16),
+        (ml_dtypes.bfloat16, ml_dtypes.bfloat16),
+        (Float16(), np.float16),
+    ],
+    ids=str,
+)
+def test_out_dtype_in_any_spelling(dtype: Any, expected: Any) -> None:
+    assert norms.rms_norm(X, W, out_dtype=dtype).dtype == expected
 
 
 @pytest.mark.parametrize(
