@@ -16,9 +16,8 @@ A name ``A_B`` loads A and accumulates in B. ``f16x8`` is four loads of 4 bytes 
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -287,19 +286,40 @@ class Variant:
         return value
 
 
-@functools.cache
+Instance = tuple[Variant, tuple[str, ...]]  # a variant and its last template arguments
+
+_functions: dict[tuple[Instance, int], Any] = {}
+
+
 def _function(variant: Variant, template_arguments: tuple[str, ...], device: int) -> Any:
     """The loaded function; the current device must be `device`."""
+    instance = (variant, template_arguments)
+    try:
+        return _functions[instance, device]
+    except KeyError:
+        load([instance], device)
+        return _functions[instance, device]
+
+
+def load(instances: Iterable[Instance], device: int) -> None:
+    """Compile and load, one module for all of a source; the current device must be `device`."""
     import cupy
 
-    expression = variant.name_expression(template_arguments)
-    module = cupy.RawModule(
-        code=_source.load(variant.source), options=variant.options, name_expressions=(expression,)
-    )
-    try:
-        return module.get_function(expression).kernel
-    except cupy.cuda.compiler.CompileException as error:
-        raise RuntimeError(f"cannot compile {expression}: {error}") from error
+    modules: dict[tuple[str, tuple[str, ...]], list[Instance]] = {}
+    for instance in dict.fromkeys(instances):
+        if (instance, device) not in _functions:
+            variant = instance[0]
+            modules.setdefault((variant.source, variant.options), []).append(instance)
+    for (source, options), members in modules.items():
+        expressions = [variant.name_expression(arguments) for variant, arguments in members]
+        module = cupy.RawModule(
+            code=_source.load(source), options=options, name_expressions=expressions
+        )
+        try:
+            for instance, expression in zip(members, expressions, strict=True):
+                _functions[instance, device] = module.get_function(expression).kernel
+        except cupy.cuda.compiler.CompileException as error:
+            raise RuntimeError(f"cannot compile {source}: {error}") from error
 
 
 # Geometry: (variant, hidden size, rows, device) -> Launch ------------------------------------
