@@ -90,25 +90,56 @@ def candidate_plans(kind: ForwardKind, hidden_size: int) -> list[Plan]:
             continue
         if threads * vecs * vec_size > 1.34 * hidden_size or threads * vecs * vec_size > 32768:
             continue
-        for early in (True, False):
+        for early in (True,) if vecs < 8 else (True, False):
             plans.append(Plan("norm_forward", vec_size, vecs, threads, early_weight=early))
-    if hidden_size * TABLE[kind.x].itemsize >= 16 * 1024 and vec_size > 1:
+    if hidden_size * TABLE[kind.x].itemsize >= 32 * 1024 and vec_size > 1:
         for cluster_size in (1, 2, 4, 8):
             share = -(-packs // cluster_size)
-            for threads in (128, 256, 512, 1024):
+            for threads in (256, 512, 1024):
                 vecs = -(-share // threads)
                 shared = vecs * threads * vec_size * kind.staged_itemsize
                 if shared <= _plan.shared_limit(90) and 2 <= vecs <= 16:
-                    plans.append(
-                        Plan("norm_forward_staged", vec_size, vecs, threads, cluster_size)
-                    )
+                    for early in (True,) if vecs <= 4 else (True, False):
+                        plans.append(
+                            Plan(
+                                "norm_forward_staged",
+                                vec_size,
+                                vecs,
+                                threads,
+                                cluster_size,
+                                early_weight=early,
+                            )
+                        )
     return plans
 
 
+HINTS = ("STREAM", "PLAIN")
+
+
 def candidate_launches(plan: Plan, kind: ForwardKind, rows: int) -> list[_plan.Launch]:
+    launches: list[_plan.Launch] = []
     if plan.kernel != "norm_forward":
-        return [_plan.choose_launch(plan, rows, kind.staged_itemsize, 132)]
-    launches = []
+        row_bytes = plan.vec_size * plan.vecs_per_thread * plan.threads_per_row
+        row_bytes *= kind.staged_itemsize
+        for stages in (1, 2):
+            shared = stages * row_bytes
+            for blocks_per_sm in (0, 1, 2, 3, 4, 6):
+                if stages == 2 and blocks_per_sm == 0:
+                    continue
+                room = blocks_per_sm * (shared + 1024) <= 227 * 1024
+                if not room or shared > _plan.shared_limit(90):
+                    continue
+                if blocks_per_sm * plan.threads_per_row > 1536:
+                    continue
+                if blocks_per_sm and blocks_per_sm * shared < 60 * 1024:
+                    continue
+                clusters = 132 * blocks_per_sm // plan.cluster_size or rows
+                grid = min(clusters, rows) * plan.cluster_size
+                for hint in HINTS:
+                    launches.append(
+                        _plan.Launch(grid, plan.threads_per_row, shared, 1, stages, hint)
+                    )
+        return launches
     for block in (32, 64, 128, 256, 512):
         rows_per_block = block // plan.threads_per_row
         if rows_per_block >= 1 or not launches:
@@ -116,17 +147,9 @@ def candidate_launches(plan: Plan, kind: ForwardKind, rows: int) -> list[_plan.L
             threads = plan.threads_per_row * rows_per_block
             grid = -(-rows // rows_per_block)
             if threads % 32 == 0 and (not launches or launches[-1].block != threads):
-                launches.append(_plan.Launch(grid, threads, 0, rows_per_block))
-    row_bytes = plan.vec_size * plan.vecs_per_thread * plan.threads_per_row * kind.staged_itemsize
-    if plan.threads_per_row > 32 and rows >= 2048 and plan.vec_size > 1 and plan.early_weight:
-        for stages in (2, 3, 4):
-            for blocks_per_sm in (1, 2, 3, 4, 6, 8):
-                shared = stages * row_bytes
-                threads = plan.threads_per_row
-                if shared * blocks_per_sm > 200 * 1024 or threads * blocks_per_sm > 2048:
-                    continue
-                if threads * blocks_per_sm >= 384 and shared * blocks_per_sm >= 48 * 1024:
-                    launches.append(_plan.Launch(132 * blocks_per_sm, threads, shared, 1, stages))
+                launches += [
+                    _plan.Launch(grid, threads, 0, rows_per_block, 0, hint) for hint in HINTS
+                ]
     return launches
 
 
@@ -243,6 +266,7 @@ def sweep(op: str, dtype: str, rows: int, hidden_size: int, rounds: int) -> list
                 "rows_per_block": launch.rows_per_block,
                 "stages": launch.stages,
                 "grid": launch.grid,
+                "hint": launch.hint,
             }
         )
     return result
@@ -272,7 +296,7 @@ def main() -> None:
                 f"   {row['us']:8.2f} us {row['ratio']:.3f} {row['kernel']} "
                 f"{row['threads_per_row']}x{row['vecs_per_thread']} cluster {row['cluster_size']} "
                 f"rows {row['rows_per_block']} early {row['early_weight']} "
-                f"stages {row['stages']} grid {row['grid']}",
+                f"stages {row['stages']} grid {row['grid']} {row['hint']}",
                 flush=True,
             )
         if options.json:

@@ -169,7 +169,6 @@ def specialise_forward(
             plan.vecs_per_thread,
             plan.threads_per_row,
             launch.rows_per_block,
-            launch.stages,
         )
         flags = (full, aligned, split_rows, before_weight, plan.early_weight)
     elif plan.kernel == "norm_forward_staged":
@@ -178,16 +177,18 @@ def specialise_forward(
             plan.vecs_per_thread,
             plan.threads_per_row,
             plan.cluster_size,
+            launch.stages,
         )
         pack_bytes = plan.vec_size * TABLE[kind.x].itemsize
         asynchronous = aligned and arch >= 80 and pack_bytes % VECTOR_BYTES == 0
-        flags = (full, aligned, split_rows, before_weight, asynchronous)
+        flags = (full, aligned, split_rows, before_weight, plan.early_weight, asynchronous)
     else:
         geometry = (plan.vec_size, plan.threads_per_row, plan.cluster_size)
         flags = (aligned, split_rows, before_weight)
+    hints = () if plan.kernel == "norm_forward_streamed" else (launch.hint,)
     return Specialisation(
         plan.kernel,
-        (*types, *map(str, geometry), *map(flag, flags), _MASKS[kind.masked]),
+        (*types, *map(str, geometry), *map(flag, flags), *hints, _MASKS[kind.masked]),
     )
 
 

@@ -22,7 +22,7 @@ REGISTER_ROW_BYTES = 32 * 1024
 # A thread holds at most this many elements of a row in registers.
 MAX_HELD_ELEMENTS = 64
 # (packs of a row up to, vectors a thread aimed at): the first line that fits decides.
-VECS_PER_THREAD = ((64, 1), (1024, 2), (2048, 4))
+VECS_PER_THREAD = ((32, 1), (64, 2), (128, 4), (288, 2), (384, 3), (512, 2), (2048, 4), (4096, 8))
 # (bytes of a staged row up to, blocks a cluster): the first line that fits decides.
 CLUSTER_SIZES = ((32 * 1024, 1), (64 * 1024, 2), (128 * 1024, 4))
 MAX_CLUSTER_SIZE = 8  # the largest that every architecture with clusters grants
@@ -56,7 +56,8 @@ class Launch:
     block: int
     shared_bytes: int
     rows_per_block: int
-    stages: int = 0  # rows (of a block) that bulk copies fetch ahead; 0: loaded straight from memory
+    stages: int = 0  # rows that a staged block holds at once: 2 fetches one ahead
+    hint: str = "STREAM"  # how rows treat the caches: STREAM evicts them first, PLAIN does not
 
 
 def shared_limit(arch: int) -> int:
@@ -122,7 +123,7 @@ def choose_launch(plan: Plan, rows: int, staged_itemsize: int, sm_count: int) ->
     threads = plan.threads_per_row
     if plan.kernel != "norm_forward":
         shared_bytes = plan.vecs_per_thread * threads * plan.vec_size * staged_itemsize
-        return Launch(rows * plan.cluster_size, threads, shared_bytes, 1)
+        return Launch(rows * plan.cluster_size, threads, shared_bytes, 1, stages=1)
     rows_per_block = max(1, BLOCK_THREADS // threads)
     if -(-rows // rows_per_block) < sm_count:  # too few blocks for the SMs: spread the rows
         rows_per_block = max(1, WARP // threads)

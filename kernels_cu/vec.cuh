@@ -37,7 +37,8 @@ struct alignas(word_bytes(sizeof(T) * VEC_SIZE)) Pack {
 // How a load treats the caches, and from where it loads.
 enum Hint {
     KEEP,    // global memory that other blocks read too: weights, bias
-    STREAM,  // global memory that is read once: evict first
+    STREAM,  // global memory that is touched once: evict first
+    PLAIN,   // global memory, as the caches see fit
     SHARED,  // shared memory
     FRESH,   // global memory that other blocks of this launch wrote
 };
@@ -67,7 +68,7 @@ __device__ __forceinline__ void load_pack(Pack<T, VEC_SIZE>& pack, const T* sour
     }
 }
 
-template <bool ALIGNED, typename T, int VEC_SIZE>
+template <bool ALIGNED, Hint HINT = STREAM, typename T, int VEC_SIZE>
 __device__ __forceinline__ void store_pack(T* target, const Pack<T, VEC_SIZE>& pack) {
     constexpr int BYTES = ALIGNED ? word_bytes(sizeof(T) * VEC_SIZE) : sizeof(T);
     using W = typename Word<BYTES>::type;
@@ -75,6 +76,10 @@ __device__ __forceinline__ void store_pack(T* target, const Pack<T, VEC_SIZE>& p
     W* to = reinterpret_cast<W*>(target);
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(T)) * VEC_SIZE / BYTES; ++i) {
-        __stcs(to + i, words[i]);
+        if constexpr (HINT == STREAM) {
+            __stcs(to + i, words[i]);
+        } else {
+            to[i] = words[i];
+        }
     }
 }
