@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from . import __version__, _bench, _info, _study, layer_norm, rms_norm
+from . import __version__, _bench, _info, layer_norm, rms_norm
 from ._dtypes import ROW_DTYPES, numpy_dtype
 
 Rows = list[tuple[str, str]]  # label and value, a line each
@@ -87,7 +87,6 @@ def _parser() -> argparse.ArgumentParser:
         help="auto: the GPU if it can be used (default)",
     )
     demo.set_defaults(run=run_demo)
-    _study.add_parser(commands).set_defaults(run=run_study)
     return parser
 
 
@@ -110,14 +109,6 @@ def run_info(args: argparse.Namespace) -> int:
     if reason:
         print(f"The GPU is not used: {reason}")
     return 0
-
-
-def run_study(args: argparse.Namespace) -> int:
-    """Measure every study kernel."""
-    try:
-        return _study.run(args, Progress)
-    except _study.StudyError as error:
-        raise UsageError(str(error)) from error
 
 
 @dataclass
@@ -374,8 +365,10 @@ def _load(name: str, dtype: str | None) -> np.ndarray:
                 f"{name} holds two-byte values without a dtype (|V2), as NumPy writes bfloat16; "
                 "if that is what they are, say --dtype bfloat16"
             )
-        array = array.view(numpy_dtype("bfloat16"))
-    return array
+        return array.view(numpy_dtype("bfloat16"))
+    if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
+        raise UsageError(f"{name} holds {array.dtype}, which cannot be normalised")
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def _load_safetensors(name: str) -> np.ndarray:

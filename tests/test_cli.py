@@ -111,9 +111,10 @@ def test_dtype_converts(run: Run, random: np.random.Generator) -> None:
 
 def test_layouts_and_byte_orders(run: Run, random: np.random.Generator) -> None:
     x = random.normal(0, 1, (7, 48)).astype(np.float32)
-    np.save("x.npy", np.asfortranarray(x))
-    assert run("demo", "x.npy", "--out", "y.npy")[0] == 0
-    assert_normalised(np.load("y.npy"), x, None, eps=1e-6)
+    for stored in (np.asfortranarray(x), x.astype(">f4"), x.astype("<f4")):
+        np.save("x.npy", stored)
+        assert run("demo", "x.npy", "--out", "y.npy")[0] == 0
+        assert_normalised(np.load("y.npy"), x, None, eps=1e-6)
 
 
 def test_safetensors(run: Run, random: np.random.Generator) -> None:
@@ -152,7 +153,9 @@ def wrong_inputs(tmp_path: Path) -> None:
     save("x.npy", np.ones((2, 8), np.float32))
     save("short.npy", np.ones(7, np.float32))
     save("integers.npy", np.ones((2, 8), np.int64))
-    save("complex.npy", np.ones((2, 8), np.complex64))
+    save("complex.npy", np.ones((2, 8), np.complex128))
+    save("text_array.npy", np.array(["a", "b"]))
+    save("wide.npy", np.ones((2, 8), np.longdouble))
     save("no_rows.npy", np.ones((0, 8), np.float32))
     save("no_columns.npy", np.ones((2, 0), np.float32))
     save("scalar.npy", np.float32(1))
@@ -178,7 +181,9 @@ def wrong_inputs(tmp_path: Path) -> None:
         (["objects.npy"], ["cannot read objects.npy", "Object arrays"]),
         (["scalar.npy"], ["scalar.npy holds a single number"]),
         (["integers.npy"], ["int64"]),
-        (["complex.npy"], ["complex64"]),
+        (["complex.npy"], ["complex.npy holds complex128, which cannot be normalised"]),
+        (["text_array.npy"], ["text_array.npy holds <U1, which cannot be normalised"]),
+        (["wide.npy"], ["wide.npy holds float128, which cannot be normalised"]),
         (["no_rows.npy"], ["no_rows.npy holds no elements, its shape is (0, 8)"]),
         (["no_columns.npy"], ["no_columns.npy holds no elements, its shape is (2, 0)"]),
         (["x.npy", "--weight", "short.npy"], ["weight must have shape (8,), got (7,)"]),
