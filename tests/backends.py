@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,11 @@ class Backend:
     gpu = False
     negative_strides = True
     thorough = True  # False: each new kernel costs a compilation, so a test walks fewer dtypes
+
+    @staticmethod
+    def running() -> AbstractContextManager[None]:
+        """What has to be in place while a test runs."""
+        return nullcontext()
 
     def __init__(self) -> None:
         self._buffers: dict[int, _Buffer] = {}
@@ -100,6 +106,8 @@ class Backend:
         return room
 
     def _as_strided(self, native: Any, offset: int, like: np.ndarray) -> Any:
+        if like.size == 0:
+            return native[:0].view(like.dtype).reshape(like.shape)
         return np.ndarray(like.shape, like.dtype, native.data, offset, like.strides)
 
     def numpy(self, native: Any) -> np.ndarray:
@@ -190,12 +198,47 @@ class Cupy(Backend):
         cupy.cuda.runtime.deviceSynchronize()
 
 
-BACKENDS = {cls.name: cls for cls in (Backend, Torch, Cupy, TorchCuda)}
+class Emulator(Cupy):
+    """CuPy arrays over host memory, and the library's own kernels on the CPU."""
+
+    name = "emulator"
+    gpu = False
+
+    @staticmethod
+    def running() -> AbstractContextManager[None]:
+        from tests import emulator
+
+        return emulator.installed(checked=False)
+
+    def _upload(self, data: np.ndarray) -> Any:
+        from tests import emulator
+
+        return emulator.from_numpy(data)
+
+    def numpy(self, native: Any) -> np.ndarray:
+        import cupy
+
+        from tests import emulator
+
+        assert type(native) is cupy.ndarray, f"expected a cupy.ndarray, got {type(native)}"
+        return emulator.to_numpy(native)
+
+    def synchronize(self) -> None:
+        """A launch returns when all is done."""
+
+
+BACKENDS = {cls.name: cls for cls in (Backend, Torch, Emulator, Cupy, TorchCuda)}
 
 
 @functools.cache
 def missing(name: str) -> str | None:
     """Why a backend cannot run here; None where it can."""
+    if name == "emulator":
+        if importlib.util.find_spec("cupy") is None:
+            return "CuPy is not installed"
+        from tests import emulator
+
+        return emulator.missing()
     if name.startswith("torch"):
         if importlib.util.find_spec("torch") is None:
             return "torch is not installed"

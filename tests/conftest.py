@@ -40,6 +40,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     if reason is not None:
         pytest.skip(reason)
     made = BACKENDS[request.param]()
-    yield made
-    made.synchronize()
-    made.verify()
+    with made.running():
+        yield made
+        made.synchronize()
+        made.verify()
