@@ -24,6 +24,7 @@ KERNELS = sorted((CHECKOUT / "kernels_cu").iterdir())
 # From the top down: a module imports from lower lines only. CONTRIBUTING.md has the same picture.
 LAYERS = """
     cli
+    _study
     __init__
     variants
     _api _api_forward _api_backward _tools
