@@ -243,10 +243,8 @@ class _Run:
             "call": next(_calls),
             "eps": call.eps,
             "weight_offset": call.weight_offset,
-            "weight_constant": 0.0,
+            "weight_constant": 0.0 if isinstance(call.weight, Array) else call.weight,
         }
-        if not isinstance(call.weight, Array):
-            arguments["weight_constant"] = call.weight + call.weight_offset
         for name, kind in _kernel.BACKWARD_PARAMETERS:
             if kind == "pointer":
                 arguments[name] = operands.pointer(name)

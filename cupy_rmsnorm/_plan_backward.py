@@ -8,13 +8,14 @@ number of rows and of SMs.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from ._dtypes import TABLE
 from ._plan import MAX_GRID, WARP, Plan, shared_limit, vector_size
 
-# A thread holds the weight, dweight and dbias of this many elements of a row in registers, counted
-# in 4-byte words of the accumulation type; for the longest rows twice as many, and the weight not.
+# A thread sums dweight and dbias of this many elements of a row in registers, counted in 4-byte
+# words of the accumulation type; in the longest rows of 16 and 32 bits twice as many.
 HELD_WORDS = 16
 MAX_THREADS = 512  # with so many registers a thread
 CLUSTER_SIZES = (1, 2, 4, 8)
@@ -55,10 +56,8 @@ def choose_backward_plan(hidden_size: int, x_dtype: str, staged_itemsize: int, a
     held = max(1, HELD_WORDS // (words * vec_size))
     if packs <= WARP:
         return Plan("norm_backward", vec_size, 1, 1 << (packs - 1).bit_length())
-    for vecs, cluster_size in (
-        *((held, size) for size in CLUSTER_SIZES),
-        *((2 * held, size) for size in CLUSTER_SIZES),
-    ):
+    most = held if words > 1 else 2 * held
+    for vecs, cluster_size in itertools.product((held, most), CLUSTER_SIZES):
         share = -(-packs // cluster_size)
         threads = -(-share // (vecs * WARP)) * WARP
         shared_bytes = threads * vecs * vec_size * staged_itemsize

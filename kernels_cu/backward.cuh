@@ -51,6 +51,7 @@ struct BackwardArguments {
     A weight_constant;
 };
 
+// Places in the arrays of rows: an element of one row.
 template <typename DX, typename D, typename X, typename R>
 struct BackwardRow {
     DX* dx;
@@ -63,11 +64,13 @@ struct BackwardRow {
 template <bool SPLIT_ROWS, typename DX, typename DW, typename DB, typename D, typename X,
           typename R, typename W, typename V>
 __device__ __forceinline__ BackwardRow<DX, D, X, R> backward_row(
-    const BackwardArguments<DX, DW, DB, D, X, R, W, V>& arguments, long long row) {
+    const BackwardArguments<DX, DW, DB, D, X, R, W, V>& arguments, long long row,
+    long long element) {
     const long long outer = SPLIT_ROWS ? row / arguments.inner_rows : 0;
     const long long inner = SPLIT_ROWS ? row - outer * arguments.inner_rows : row;
     const auto offset = [=](const RowStrides& strides) {
-        return SPLIT_ROWS ? outer * strides.outer + inner * strides.inner : inner * strides.inner;
+        return element +
+               (SPLIT_ROWS ? outer * strides.outer + inner * strides.inner : inner * strides.inner);
     };
     BackwardRow<DX, D, X, R> at = {};
     if constexpr (is_array<DX>) {
@@ -82,6 +85,24 @@ __device__ __forceinline__ BackwardRow<DX, D, X, R> backward_row(
         at.dresidual_out = arguments.dresidual_out + offset(arguments.dresidual_out_strides);
     }
     return at;
+}
+
+// Whether a thread moves its `elements` of a row from the ring to registers at once and keeps the
+// weight in registers: as far as they suffice beside as many elements of dweight and dbias.
+template <typename X, typename D, typename R, typename W>
+__host__ __device__ constexpr bool is_held(int elements) {
+    const int accumulation = elements * static_cast<int>(sizeof(typename Accumulation<X>::type));
+    const int staged = elements * static_cast<int>(sizeof(X) + sizeof(D) + sizeof(W)) +
+                       (is_array<R> ? elements * static_cast<int>(sizeof(R)) : 0);
+    return accumulation <= 64 && staged <= 192;
+}
+
+// Blocks of an SM for __launch_bounds__; 0 leaves it to the compiler. It spills a few registers in
+// the cases where this says 1, and in the others if they said so.
+template <typename X, typename D, typename R, typename W>
+__host__ __device__ constexpr int least_blocks(int elements) {
+    const int accumulation = elements * static_cast<int>(sizeof(typename Accumulation<X>::type));
+    return accumulation <= 64 && !is_held<X, D, R, W>(elements) ? 1 : 0;
 }
 
 // Begins to bring one pack to shared memory; without ASYNC it is there at once.

@@ -16,8 +16,10 @@ template <Norm NORM, typename DX, typename DW, typename DB, typename D, typename
           int ROWS_PER_BLOCK, int CLUSTER_SIZE, int STAGES, bool FULL, bool ALIGNED,
           bool SPLIT_ROWS, bool CAST_BEFORE_WEIGHT, bool GIVEN_MEAN, bool GIVEN_RSTD, bool ASYNC,
           Mask MASK>
-__global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK)
-    norm_backward(const BackwardArguments<DX, DW, DB, D, X, R, W, V> arguments) {
+__global__ void CLUSTER_DIMS(CLUSTER_SIZE)
+    __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK,
+                      least_blocks<X, D, R, W>(VECS_PER_THREAD* VEC_SIZE))
+        norm_backward(const BackwardArguments<DX, DW, DB, D, X, R, W, V> arguments) {
     using A = typename Accumulation<X>::type;
     constexpr int BLOCK = THREADS_PER_ROW * ROWS_PER_BLOCK;
     constexpr int PACKS = BLOCK * VECS_PER_THREAD;
@@ -26,8 +28,7 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS_PER_ROW* RO
     constexpr int DRESIDUAL_BYTES =
         is_array<R> ? PACKS * static_cast<int>(sizeof(Pack<R, VEC_SIZE>)) : 0;
     constexpr int STAGE_BYTES = X_BYTES + DOUT_BYTES + DRESIDUAL_BYTES;
-    // Short shares move from the ring to registers at once, and the weight stays in registers.
-    constexpr bool HELD = VECS_PER_THREAD * VEC_SIZE * sizeof(A) <= 64;
+    constexpr bool HELD = is_held<X, D, R, W>(VECS_PER_THREAD * VEC_SIZE);
     constexpr int HELD_VECS = HELD ? VECS_PER_THREAD : 1;
     // The statistics of a row come by one lane of each warp, or of each row in it.
     constexpr int LANES = THREADS_PER_ROW < 32 ? THREADS_PER_ROW : 32;
@@ -61,11 +62,10 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS_PER_ROW* RO
     const int end = min(begin + share, packs);
     const A count = static_cast<A>(arguments.hidden_size);
 
-    const auto pack_of = [=](int vec) { return begin + thread + vec * THREADS_PER_ROW; };
-    const auto element_of = [=](int vec) {
-        return static_cast<long long>(begin + thread + vec * THREADS_PER_ROW) * VEC_SIZE;
-    };
-    const auto owns = [=](int vec) { return FULL || pack_of(vec) < end; };
+    const auto owns = [=](int vec) { return FULL || begin + thread + vec * THREADS_PER_ROW < end; };
+    // Where this thread's packs begin in a row, and how far they lie apart.
+    const int first_element = (begin + thread) * VEC_SIZE;
+    constexpr int APART = THREADS_PER_ROW * VEC_SIZE;
     const auto row_of = [=](long long position) { return position * arguments.heads + head; };
     const auto is_computed = [&](long long position) {
         return position < positions && row_is_computed<MASK>(arguments, row_of(position));
@@ -90,15 +90,16 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS_PER_ROW* RO
     const auto bring_row = [&](int stage, long long position) {
         if (is_computed(position)) {
             const long long row = row_of(position);
-            const BackwardRow<DX, D, X, R> at = backward_row<SPLIT_ROWS>(arguments, row);
+            const BackwardRow<DX, D, X, R> at =
+                backward_row<SPLIT_ROWS>(arguments, row, first_element);
 #pragma unroll
             for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
                 if (!owns(vec)) continue;
-                bring_pack<ASYNC, ALIGNED>(staged_x(stage, vec), at.x + element_of(vec));
-                bring_pack<ASYNC, ALIGNED>(staged_dout(stage, vec), at.dout + element_of(vec));
+                bring_pack<ASYNC, ALIGNED>(staged_x(stage, vec), at.x + vec * APART);
+                bring_pack<ASYNC, ALIGNED>(staged_dout(stage, vec), at.dout + vec * APART);
                 if constexpr (is_array<R> && WANT_DX) {
                     bring_pack<ASYNC, ALIGNED>(staged_dresidual_out(stage, vec),
-                                               at.dresidual_out + element_of(vec));
+                                               at.dresidual_out + vec * APART);
                 }
             }
             if (threadIdx.x % LANES == 0) {
@@ -118,15 +119,14 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS_PER_ROW* RO
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) bring_row(stage, first_position + stage * step);
 
-    const W* const head_weight =
-        arguments.weight + (is_array<W> ? head * arguments.hidden_size : 0);
+    const W* const own_weight =
+        arguments.weight + (is_array<W> ? head * arguments.hidden_size + first_element : 0);
     Pack<W, VEC_SIZE> held_weight[HELD_VECS];
     if constexpr (HELD && is_array<W>) {
 #pragma unroll
         for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
             if (owns(vec)) {
-                load_pack<KEEP, ALIGNED>(held_weight[HELD ? vec : 0],
-                                         head_weight + element_of(vec));
+                load_pack<KEEP, ALIGNED>(held_weight[HELD ? vec : 0], own_weight + vec * APART);
             }
         }
     }
@@ -168,7 +168,7 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS_PER_ROW* RO
                                         staged_dresidual_out(stage, vec)->data);
             }
             if constexpr (!HELD && is_array<W>) {
-                load_pack<KEEP, ALIGNED>(held_weight[at], head_weight + element_of(vec));
+                load_pack<KEEP, ALIGNED>(held_weight[at], own_weight + vec * APART);
             }
         };
         if constexpr (HELD) {
@@ -232,7 +232,7 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS_PER_ROW* RO
 
         BackwardRow<DX, D, X, R> at = {};
         if (MASK == ALL_ROWS ? computed : position < positions) {
-            at = backward_row<SPLIT_ROWS>(arguments, row_of(position));
+            at = backward_row<SPLIT_ROWS>(arguments, row_of(position), first_element);
         }
 #pragma unroll
         for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
@@ -257,14 +257,14 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS_PER_ROW* RO
                 }
                 if constexpr (is_array<DB>) dbias[vec][i] += dout;
             }
-            if constexpr (WANT_DX) store_dx<ALIGNED>(at, element_of(vec), dx);
+            if constexpr (WANT_DX) store_dx<ALIGNED>(at, vec * APART, dx);
         }
         if constexpr (MASK != ALL_ROWS && WANT_DX) {
             if (!computed && position < positions) {
                 const A zeros[VEC_SIZE] = {};
 #pragma unroll 1
                 for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
-                    if (owns(vec)) store_dx<ALIGNED>(at, element_of(vec), zeros);
+                    if (owns(vec)) store_dx<ALIGNED>(at, vec * APART, zeros);
                 }
             }
         }

@@ -26,7 +26,7 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
     const long long share = (packs + CLUSTER_SIZE - 1) / CLUSTER_SIZE;
     const long long first = min(rank * share, packs) + threadIdx.x;
     const long long end = min((rank + 1) * share, packs);
-    const BackwardRow<DX, D, X, R> at = backward_row<SPLIT_ROWS>(arguments, row);
+    const BackwardRow<DX, D, X, R> at = backward_row<SPLIT_ROWS>(arguments, row, 0);
     if (!computed) {  // the same in every thread of the cluster
         if constexpr (is_array<DX>) {
             const A zeros[VEC_SIZE] = {};
