@@ -65,17 +65,19 @@ PLACES = {
     "half_warp": Place(rows=4, packs=16),
     "warp_part": Place(rows=5, packs=23),
     "warp": Place(rows=801, packs=32),
-    "two_warps": Place(rows=5, packs=64),
-    "two_warps_part": Place(rows=401, packs=51),
-    "two_vecs": Place(rows=401, packs=128),
-    "two_vecs_part": Place(rows=5, packs=77),
-    "block": Place(rows=3, packs=1024),
-    "block_part": Place(rows=7, packs=999),
-    "four_vecs": Place(rows=3, packs=1536),
+    "packs_64": Place(rows=5, packs=64),
+    "packs_51": Place(rows=401, packs=51),
+    "packs_128": Place(rows=401, packs=128),
+    "packs_77": Place(rows=5, packs=77),
+    "packs_131": Place(rows=5, packs=131),
+    "packs_192": Place(rows=301, packs=192),
+    "packs_1024": Place(rows=3, packs=1024),
+    "packs_999": Place(rows=7, packs=999),
+    "packs_1536": Place(rows=3, packs=1536),
     "longest_held": Place(rows=3, row_bytes=32_080),
     # Staged in shared memory: over one block, or a cluster where there are clusters.
-    "staged": Place(rows=3, row_bytes=40 * 1024),
-    "staged_part": Place(rows=3, row_bytes=40_016),
+    "staged": Place(rows=5, row_bytes=40 * 1024),
+    "staged_part": Place(rows=5, row_bytes=40_016),
     "staged_4": Place(rows=3, row_bytes=128 * 1024),
     "staged_4_part": Place(rows=3, row_bytes=100_016),
     "staged_8": Place(rows=3, row_bytes=256 * 1024),
@@ -147,22 +149,23 @@ class Forced:
     """
 
     rows_per_block: int = 1
-    grid: int = 0  # 0: a block for each of its rows; less makes blocks walk
-    stages: int = 0  # of a ring of bulk copies, from compute capability 9.0 on
+    grid: int = 0  # blocks or clusters; 0: one for each of its rows. With fewer, they walk
+    stages: int = 1  # rows that a staged block holds at once
     early_weight: bool = True
+    hint: str = "STREAM"
 
     def plan(self, plan: Plan) -> Plan:
         return dataclasses.replace(plan, early_weight=self.early_weight)
 
     def launch(self, plan: Plan, rows: int, staged_itemsize: int) -> Launch:
-        block = plan.threads_per_row * self.rows_per_block
-        row_bytes = plan.threads_per_row * plan.vecs_per_thread * plan.vec_size * staged_itemsize
+        threads = plan.threads_per_row
+        grid = self.grid or -(-rows // self.rows_per_block)
+        if plan.kernel == "norm_forward":
+            block = threads * self.rows_per_block
+            return Launch(grid, block, 0, self.rows_per_block, hint=self.hint)
+        held = threads * plan.vecs_per_thread * plan.vec_size * staged_itemsize
         return Launch(
-            grid=self.grid or -(-rows // self.rows_per_block),
-            block=block,
-            shared_bytes=self.stages * self.rows_per_block * row_bytes,
-            rows_per_block=self.rows_per_block,
-            stages=self.stages,
+            grid * plan.cluster_size, threads, self.stages * held, 1, self.stages, self.hint
         )
 
 
@@ -214,6 +217,7 @@ class ForwardRow:
             forced = self.forced
             parts.append(f"rows_{forced.rows_per_block}-grid_{forced.grid}-stages_{forced.stages}")
             parts += [] if forced.early_weight else ["late_weight"]
+            parts += [] if forced.hint == "STREAM" else [forced.hint.lower()]
         return "-".join(parts)
 
     @property
@@ -260,7 +264,7 @@ class ForwardRow:
     @property
     def least_arch(self) -> int:
         """The oldest architecture that has what the row needs."""
-        return 90 if self.forced is not None and self.forced.stages else 0
+        return 90 if self.forced is not None and self.forced.stages > 1 else 0
 
     def plan(self, arch: int) -> Plan:
         plan = choose_plan(self.hidden_size, self.x, self.residual, arch)
@@ -395,8 +399,8 @@ def _plain(index: int, place: str, x: str, width: int) -> dict[str, Any]:
 
 # Here every dtype fills every lane once.
 FULL_PLACES = (
-    *("three_packs", "warp", "two_warps", "two_vecs", "block", "four_vecs"),
-    *("staged", "staged_4", "staged_8"),
+    *("three_packs", "half_warp", "warp", "packs_64", "packs_128", "packs_192", "packs_1024"),
+    *("packs_1536", "staged", "staged_4", "staged_8"),
 )
 PLAIN = (
     *itertools.product(FULL_PLACES, FACTORS["x"], (8,)),
@@ -404,35 +408,34 @@ PLAIN = (
     *itertools.product(("staged_part",), ("float16",), (1, 2, 4)),
 )
 
-# Launches that need more rows than a test wants. (place, x, forced, what differs from plain)
+# (place, x, the launch, what differs from one dtype and a weight)
 FORCED: tuple[tuple[str, str, Forced, dict[str, Any]], ...] = (
-    # A ring of bulk copies; blocks that walk further than the ring is long, or not at all.
-    ("two_warps", "float16", Forced(grid=1, stages=2), {}),
-    ("two_warps", "bfloat16", Forced(grid=2, stages=4), {"residual": "float32"}),
-    ("two_vecs", "float32", Forced(2, grid=3, stages=3), {"norm": "layer", "layout": "split"}),
-    ("two_vecs", "float64", Forced(2, grid=70, stages=2), {"residual": "float64"}),
-    ("two_vecs_part", "bfloat16", Forced(grid=2, stages=2), {"norm": "layer", "bias": "float32"}),
-    ("block", "float16", Forced(grid=1, stages=2), {"residual": "float16", "layout": "gap"}),
-    ("block_part", "float16", Forced(grid=3, stages=2), {"layout": "heads", "weight": "float32"}),
-    ("block_part", "bfloat16", Forced(grid=2, stages=3, early_weight=False), {"norm": "layer"}),
-    ("four_vecs", "float32", Forced(grid=1, stages=2), {"cast": "before_weight", "y": "float16"}),
-    ("four_vecs", "float16", Forced(stages=2), {"norm": "layer", "weight": None}),
-    # Blocks that walk without a ring: the reduction's slots are used again.
+    # Blocks that walk over rows: the reduction's slots are used again.
     ("warp", "float16", Forced(4, grid=3), {"mask": "keep_where"}),
-    ("two_vecs", "bfloat16", Forced(2, grid=7), {"norm": "layer", "mask": "zero_both"}),
-    ("two_warps_part", "float32", Forced(3, grid=2), {"residual": "bfloat16"}),
-    ("block", "float32", Forced(grid=1), {"norm": "layer", "layout": "heads"}),
-    ("four_vecs", "bfloat16", Forced(grid=2), {"layout": "misaligned", "mask": "zero_valid"}),
+    ("packs_128", "bfloat16", Forced(4, grid=7), {"norm": "layer", "mask": "zero_both"}),
+    ("packs_51", "float32", Forced(3, grid=2), {"residual": "bfloat16"}),
+    ("packs_1024", "float32", Forced(grid=1), {"norm": "layer", "layout": "heads"}),
+    ("packs_1536", "bfloat16", Forced(grid=2), {"layout": "misaligned", "mask": "zero_valid"}),
+    ("staged", "float32", Forced(grid=1), {"norm": "layer", "residual": "float32"}),
+    ("staged_8", "float16", Forced(grid=2), {"mask": "keep_where"}),
+    # Clusters that fetch a row ahead.
+    ("staged", "float16", Forced(grid=1, stages=2), {}),
+    ("staged_part", "bfloat16", Forced(grid=2, stages=2), {"norm": "layer", "mask": "zero_both"}),
+    ("staged_part", "float16", Forced(grid=1, stages=2), {"width": 1, "residual": "float16"}),
+    ("staged_4", "float64", Forced(grid=1, stages=2), {"norm": "layer", "residual": "float64"}),
+    ("staged_4_part", "float32", Forced(grid=2, stages=2), {"residual": "float16"}),
+    ("staged_8", "bfloat16", Forced(grid=1, stages=2), {"layout": "heads", "weight": "float32"}),
+    ("staged_8_part", "float16", Forced(grid=1, stages=2), {"layout": "misaligned"}),
     # Weights that are loaded once the sum is known.
     ("three_packs", "float16", Forced(32, early_weight=False), {"layout": "heads"}),
-    (
-        "two_vecs_part",
-        "float32",
-        Forced(2, early_weight=False),
-        {"norm": "layer"},
-    ),
-    ("block", "bfloat16", Forced(early_weight=False), {"residual": "bfloat16"}),
+    ("packs_77", "float32", Forced(2, early_weight=False), {"norm": "layer"}),
+    ("packs_1024", "bfloat16", Forced(early_weight=False), {"residual": "bfloat16"}),
     ("longest_held", "float16", Forced(grid=2, early_weight=False), {"width": 1}),
+    ("staged", "bfloat16", Forced(early_weight=False), {"norm": "layer", "bias": "float16"}),
+    ("staged_4_part", "float16", Forced(1, 1, 2, early_weight=False), {"layout": "split"}),
+    # Rows that stay in the cache.
+    ("packs_128", "float16", Forced(4, hint="PLAIN"), {"residual": "float16"}),
+    ("staged", "float16", Forced(grid=1, stages=2, hint="PLAIN"), {"norm": "layer"}),
 )
 
 
