@@ -1,0 +1,558 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The study kernels: every variant at every size it admits, and where float16 sums overflow."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from cupy_rmsnorm import _kernel, _source, _study, variants
+from cupy_rmsnorm._kernel import DeviceProperties
+from cupy_rmsnorm.variants import TABLE, Variant
+from tests import backends, compare, emulator, inputs, oracle
+from tests.emulator import build
+from tests.test_emulated_kernels import EmulatorBackend
+
+EPS = 1e-5
+ARCH, SM_COUNT = 90, 4  # of the emulated GPU
+ANY_SIZES = (1, 2, 7, 8, 24, 33, 257, 768, 1000, 4096, 5120, 16384)
+HALF = 2.0**-11  # float16's unit of rounding
+SUBNORMAL = 2.0**-25  # and the rounding of its smallest numbers
+LARGEST = 65504.0
+OVERFLOW = 65520.0  # rounds to infinity
+
+CLASSIC = (
+    *("f32", "f32x4", "f16_f16", "f16_f32", "f16x2_f16", "f16x8_f16", "f16x8_f32"),
+    *("f16x8_pack_f16", "f16x8_pack_f32", "bf16x8_pack_f32"),
+)
+
+
+def label(variant: Variant) -> str:
+    return f"{variant.norm}-{variant.name}"
+
+
+def sizes(variant: Variant) -> list[int]:
+    """Every power of two that the variant admits; of any size, the ones that have failed."""
+    if not variant.sizes.power_of_two:
+        return [size for size in ANY_SIZES if size in variant.sizes]
+    powers = (1 << power for power in range(21))
+    admitted = [size for size in powers if size in variant.sizes]
+    return [size for size in admitted if size <= 2**16]
+
+
+def is_pure_half(variant: Variant) -> bool:
+    return variant.accumulation == "float16"
+
+
+# Where the kernels run ------------------------------------------------------------------------
+
+
+@dataclass
+class Machine:
+    """A GPU, or the emulator of one."""
+
+    backend_class: type[backends.Cupy]
+    properties: DeviceProperties
+
+    def backend(self) -> backends.Cupy:
+        return self.backend_class()
+
+    def admits(self, variant: Variant) -> None:
+        """Skip what this machine cannot run."""
+        if variant.min_arch > self.properties.arch:
+            pytest.skip(f"{variant.name} needs compute capability {variant.min_arch / 10}")
+        if self.backend_class is EmulatorBackend and uses_cooperative_groups(variant):
+            pytest.skip("the emulator has no cooperative_groups.h")
+
+
+def uses_cooperative_groups(variant: Variant) -> bool:
+    return variant.source == "study_cooperative_groups"
+
+
+def instances(properties: DeviceProperties) -> list[variants.Instance]:
+    """Everything that the tests launch."""
+    return [
+        (variant, variant.geometry(variant, size, 1, properties).template_arguments)
+        for variant in TABLE
+        if variant.min_arch <= properties.arch
+        for size in sorted({*sizes(variant), 512, 1024})
+        if size in variant.sizes
+    ]
+
+
+@contextlib.contextmanager
+def emulated(checked: bool) -> Iterator[None]:
+    """The emulator in the driver's place; `variants.load` compiles for it."""
+    functions: dict[Any, Any] = {}
+
+    def load(wanted: Iterable[variants.Instance], device: int) -> None:
+        sources: dict[str, list[variants.Instance]] = {}
+        for instance in dict.fromkeys(wanted):
+            if not uses_cooperative_groups(instance[0]):
+                sources.setdefault(instance[0].source, []).append(instance)
+        for source, members in sources.items():
+            expressions = [variant.name_expression(arguments) for variant, arguments in members]
+            library = build.build(_source.load(source), tuple(expressions), (), checked)
+            for instance, expression in zip(members, expressions, strict=True):
+                found = emulator.Function(library, expression, library.kernels[expression])
+                emulator.check_parameters(found, _kernel.PARAMETERS[source])
+                functions[instance, device] = found
+
+    with (
+        mock.patch.object(variants, "load", load),
+        mock.patch.object(variants, "_functions", functions),
+        emulator.installed(arch=ARCH, sm_count=SM_COUNT, checked=checked),
+    ):
+        yield
+
+
+@pytest.fixture(scope="module", params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
+    if request.param == "emulator":
+        if emulator.missing() is not None:
+            pytest.skip(str(emulator.missing()))
+        properties = DeviceProperties(ARCH, SM_COUNT)
+        with emulated(checked=False):
+            variants.load(instances(properties), 0)
+            yield Machine(EmulatorBackend, properties)
+        return
+    if backends.missing("cupy") is not None:
+        pytest.skip(str(backends.missing("cupy")))
+    properties = _kernel.device_properties(0)
+    variants.load(instances(properties), 0)
+    yield Machine(backends.Cupy, properties)
+
+
+def run(
+    variant: Variant,
+    backend: backends.Backend,
+    x: np.ndarray,
+    *,
+    eps: float = EPS,
+    layout: str = "contiguous",
+) -> tuple[np.ndarray, Any, Any]:
+    """The output between guard zones, and the gain and shift that it was given."""
+    gain: Any = 0.75
+    shift: Any = 0.3 if variant.norm == "layer" else None
+    if variant.vector:
+        gain = inputs.lay(inputs.weight(x.shape[-1], variant.dtype))
+        if variant.norm == "layer":
+            shift = inputs.lay(inputs.bias(x.shape[-1], variant.dtype))
+    out = backend.empty(x.shape, variant.dtype, layout)
+    parameters = [backend.input(value) for value in (gain, shift)]
+    y = variant(backend.input(inputs.lay(x, layout)), *parameters, eps=eps, out=out)
+    assert y is out
+    backend.synchronize()
+    backend.verify()
+    return backend.numpy(y), gain, shift
+
+
+def reference(
+    variant: Variant, x: np.ndarray, gain: Any, shift: Any, eps: float = EPS
+) -> tuple[np.ndarray, np.ndarray]:
+    """The right output and how far a kernel may be from it."""
+    forward = oracle.forward(x, gain, shift, norm=variant.norm, eps=eps)
+    if not is_pure_half(variant):
+        return forward.y.value, forward.y.bound(variant.dtype)
+    return forward.y.value, half_bound(variant, x, forward, abs(gain), abs(shift or 0.0), eps)
+
+
+def half_bound(
+    variant: Variant, x: np.ndarray, right: oracle.Forward, gain: float, shift: float, eps: float
+) -> np.ndarray:
+    """What sums in float16 may lose, term by term, where nothing overflows.
+
+    With u the unit of rounding and d the additions on one element's way into the sum, a sum of
+    positive terms errs by (d + 1) u of itself, counting the rounding of each product. The mean, eps
+    and their sum add 3 u and up to three roundings of a subnormal number; half of that relative
+    error reaches rstd, which is itself rounded, like its product with x, like the gain and their
+    product: 4 u. LayerNorm's mean errs by (d + 1) u mean|x|; that shifts every deviation and enters
+    the variance squared; the deviations are rounded: 2 u of the variance.
+    """
+    held = variant.vec_size
+    threads = x.shape[-1] // held
+    d = {1: 0, 2: 1, 8: 4}[held] + math.log2(threads)
+    wide = x.astype(np.float64)
+    rows = right.rstd.value[..., None]
+    mean_error = np.zeros_like(rows)
+    squares = (d + 4) * HALF
+    if variant.norm == "layer":
+        mean_error = (d + 2) * HALF * np.abs(wide).mean(-1, keepdims=True)
+        squares = squares + 2 * HALF + (mean_error * rows) ** 2
+    relative = 0.5 * (squares + 3 * SUBNORMAL * rows**2) + 5 * HALF
+    y = np.abs(right.y.value)
+    return (
+        gain * rows * mean_error
+        + np.abs(right.xhat) * gain * relative * (1 + relative)
+        + 2 * HALF * shift
+        + HALF * y
+        + 2 * SUBNORMAL * (1 + gain)
+    )
+
+
+def rows_for(variant: Variant, size: int, properties: DeviceProperties) -> int:
+    """A few rows; for blocks that take several rows in turn, more rows than blocks."""
+    if variant.geometry not in (variants._persistent, variants._async):
+        return 3
+    return variant.geometry(variant, size, 2**30, properties).grid + 5
+
+
+# Right answers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", TABLE, ids=label)
+def test_every_size(machine: Machine, variant: Variant) -> None:
+    machine.admits(variant)
+    # Sums of float16 overflow for the rows with a tag.
+    kind = "normal" if is_pure_half(variant) else "row_tagged"
+    for size in sizes(variant):
+        rows = rows_for(variant, size, machine.properties)
+        x = inputs.array((rows, size), variant.dtype, kind)
+        y, gain, shift = run(variant, machine.backend(), x)
+        value, bound = reference(variant, x, gain, shift)
+        compare.close(y, value, bound, f"{variant.name} at {size}")
+
+
+@pytest.mark.skipif(emulator.missing() is not None, reason=str(emulator.missing()))
+def test_no_race_and_no_access_outside() -> None:
+    # The emulator takes the guard of a float16 array in shared memory, which C++ initialises, for
+    # shared memory; their sums are block_sum's, as those in float32.
+    checkable = [v for v in TABLE if not is_pure_half(v) and not uses_cooperative_groups(v)]
+    with emulated(checked=True):
+        properties = DeviceProperties(ARCH, SM_COUNT)
+        cases = [(v, size) for v in checkable for size in {sizes(v)[0], sizes(v)[-1] // 8}]
+        cases = [(v, size) for v, size in cases if size in v.sizes]
+        variants.load(
+            [(v, v.geometry(v, size, 1, properties).template_arguments) for v, size in cases], 0
+        )
+        for variant, size in cases:
+            rows = min(rows_for(variant, size, properties), 150)
+            run(variant, EmulatorBackend(), inputs.array((rows, size), variant.dtype))
+
+
+@pytest.mark.parametrize("variant", TABLE, ids=label)
+def test_leading_axes_in_place_and_a_new_output(machine: Machine, variant: Variant) -> None:
+    machine.admits(variant)
+    backend = machine.backend()
+    size = 1024
+    x = inputs.array((2, 3, size), variant.dtype)
+    expected, gain, shift = run(variant, backend, x)
+    parameters = [backend.input(value) for value in (gain, shift)]
+    new = variant(backend.input(inputs.lay(x)), *parameters)
+    compare.equal(backend.numpy(new), expected, "a new output")
+    both = backend.output(inputs.lay(x))
+    assert variant(both, *parameters, out=both) is both
+    compare.equal(backend.numpy(both), expected, "in place")
+    none = variant(backend.input(np.empty((0, size), x.dtype)), *parameters)
+    assert none.shape == (0, size)
+
+
+def test_eps_is_a_run_time_argument(machine: Machine) -> None:
+    for variant in (variants.rms_norm.f32, variants.rms_norm.f16_vector_weight_256):
+        x = inputs.array((3, 512), variant.dtype, "tiny")
+        for eps in (0.0, 1e-6, 1e-2):
+            y, gain, shift = run(variant, machine.backend(), x, eps=eps)
+            value, bound = reference(variant, x, gain, shift, eps)
+            compare.close(y, value, bound, f"{variant.name} with eps {eps}")
+
+
+def test_the_sum_reaches_every_warp(machine: Machine) -> None:
+    """The fault of a published kernel: outside the first warp x was scaled by 1 / sqrt(eps)."""
+    for variant in TABLE:
+        if variant.template == "vector_weight":
+            x = np.ones((2, 1024), oracle.DTYPES[variant.dtype])
+            y, gain, _ = run(variant, machine.backend(), x)
+            assert np.abs(y.astype(float)).max() <= 1.01 * np.abs(gain.astype(float)).max()
+
+
+# Overflow -------------------------------------------------------------------------------------
+
+HALF_VARIANTS = [variant for variant in TABLE if variant.dtype == "float16"]
+
+
+@pytest.mark.parametrize("variant", HALF_VARIANTS, ids=label)
+def test_a_hundredfold_input(machine: Machine, variant: Variant) -> None:
+    """x * 100: sums in float16 pass 65504 in every row, and the row becomes zero."""
+    machine.admits(variant)
+    x = oracle.round_to(100 * inputs.array((8, 1024), "float64"), "float16")
+    y, gain, shift = run(variant, machine.backend(), x)
+    if is_pure_half(variant):
+        assert np.isin(y, oracle.round_to(np.array(shift or 0.0), "float16")).all()
+    else:
+        value, bound = reference(variant, x, gain, shift)
+        compare.close(y, value, bound, variant.name)
+
+
+def test_a_hundredfold_input_written_naively() -> None:
+    x = oracle.round_to(100 * inputs.array((8, 1024), "float64"), "float16")
+    with np.errstate(over="ignore"):
+        assert (variants.naive_rms_norm(x) == 0).all()
+        assert (variants.naive_layer_norm(x) == 0).all()
+
+
+def test_a_hundredfold_input_in_torch() -> None:
+    """torch computes its own norms in float32: right, where the expression in float16 is not."""
+    torch = pytest.importorskip("torch")
+    x = oracle.round_to(100 * inputs.array((8, 1024), "float64"), "float16")
+    tensor = torch.from_numpy(x)
+    assert not variants.naive_rms_norm(tensor).any()
+    y = torch.nn.functional.layer_norm(tensor, (1024,), eps=EPS).numpy()
+    forward = oracle.forward(x, norm="layer", eps=EPS)
+    compare.close(y, forward.y.value, forward.y.bound("float16"), "torch.layer_norm")
+
+
+@pytest.mark.parametrize("variant", HALF_VARIANTS, ids=label)
+def test_real_activations(machine: Machine, variant: Variant) -> None:
+    """29 of the sample's 36 rows have sums of squares past 65504; padded with zeros to 1024."""
+    machine.admits(variant)
+    x = _study.activations(_study.SAMPLE).astype(np.float16)
+    y, gain, shift = run(variant, machine.backend(), x)
+    value, bound = reference(variant, x, gain, shift)
+    right = (np.abs(y.astype(np.float64) - value) <= bound).all(-1)
+    if not is_pure_half(variant):
+        assert right.all()
+        return
+    wide = x.astype(np.float64)
+    mean = wide.mean(-1, keepdims=True) if variant.norm == "layer" else 0
+    sums = ((wide - mean) ** 2).sum(-1)
+    assert (sums > LARGEST).sum() == 29
+    # Rounding decides within 1 % of the limit: 14 additions of at most 2^-11 each.
+    assert not right[sums > 1.01 * OVERFLOW].any()
+    assert right[sums < 0.99 * OVERFLOW].all()
+
+
+# Cancellation ---------------------------------------------------------------------------------
+
+
+def test_one_pass_cancels_and_two_do_not(machine: Machine) -> None:
+    x = (1000 + inputs.array((4, 1024), "float64")).astype(np.float32)
+    two, gain, shift = run(variants.layer_norm.f32x4, machine.backend(), x)
+    value, bound = reference(variants.layer_norm.f32x4, x, gain, shift)
+    compare.close(two, value, bound, "two passes")
+    one, _, _ = run(variants.layer_norm.f32x4_single_pass, machine.backend(), x)
+    assert np.abs(one - value).max() > 1e-2
+
+
+# Errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", TABLE, ids=label)
+def test_other_sizes_are_refused_with_the_range(machine: Machine, variant: Variant) -> None:
+    machine.admits(variant)
+    wrong = [variant.sizes.minimum - 1]
+    if variant.sizes.power_of_two:
+        wrong += [variant.sizes.minimum + 1, variant.sizes.minimum // 2]
+    if variant.sizes.maximum is not None:
+        wrong += [2 * variant.sizes.maximum]
+    backend = machine.backend()
+    for size in wrong:
+        x = backend.input(np.zeros((1, size), oracle.DTYPES[variant.dtype]))
+        gain = backend.input(np.ones(size, oracle.DTYPES[variant.dtype]))
+        parameters = (gain, gain)[: 2 if variant.norm == "layer" else 1] if variant.vector else ()
+        message = f"must be {variant.sizes} for {variant.name}, got {size}"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            variant(x, *parameters)
+
+
+def test_ranges_are_the_published_ones() -> None:
+    largest = {v.name: v.sizes.maximum for v in TABLE if v.name in CLASSIC}
+    assert {v.sizes.minimum for v in TABLE if v.name in CLASSIC} == {64}
+    assert largest["f32"] == largest["f16_f16"] == largest["f16_f32"] == 1024
+    assert largest["f16x2_f16"] == 2048
+    assert largest["f32x4"] == 4096
+    assert {largest[name] for name in CLASSIC if "x8" in name} == {8192}
+
+
+def test_wrong_arguments(machine: Machine) -> None:
+    backend = machine.backend()
+    f32x4, layer = variants.rms_norm.f32x4, variants.layer_norm.f32x4
+    vector = variants.rms_norm.f32_vector_weight_256
+    values = inputs.array((4, 256), "float32")
+    x = backend.input(inputs.lay(values))
+    half = backend.input(values.astype(np.float16))
+
+    def refuses(error: type[Exception], message: str, call: Any, *args: Any, **kw: Any) -> None:
+        with pytest.raises(error, match=re.escape(message)):
+            call(*args, **kw)
+
+    refuses(TypeError, "x must be float32 for f32x4, got float16", f32x4, half)
+    refuses(TypeError, "g must be a real number for f32x4, got an array", f32x4, x, x)
+    refuses(TypeError, "g must be an array for f32_vector_weight_256, got 1.0", vector, x)
+    refuses(TypeError, "b must be None: RMSNorm has no shift", f32x4, x, 1.0, 0.0)
+    refuses(ValueError, "eps must not be negative, got -1.0", layer, x, eps=-1.0)
+    refuses(TypeError, "out must be float32 for f32x4, got float16", f32x4, x, out=half)
+    short = backend.empty((3, 256), "float32")
+    refuses(ValueError, "out must have shape (4, 256), got (3, 256)", f32x4, x, out=short)
+    weight = backend.input(np.ones(255, np.float32))
+    refuses(ValueError, "g must have shape (256,), got (255,)", vector, x, weight)
+    for layout, strides in (("row_gap_8", (264, 1)), ("inner_2", (512, 2))):
+        strided = backend.input(inputs.lay(values, layout))
+        message = f"x must be C-contiguous, got strides {strides}"
+        refuses(ValueError, message, f32x4, strided)
+    unaligned = backend.input(inputs.lay(values, "offset_1"))
+    message = "x must lie on a multiple of 16 bytes for f32x4, got one that is 4 past"
+    refuses(ValueError, message, f32x4, unaligned)
+    out = backend.output(inputs.lay(values, "offset_1"))
+    refuses(ValueError, message.replace("x must", "out must"), f32x4, x, out=out)
+    variants.rms_norm.f32(unaligned, out=backend.empty((4, 256), "float32"))
+    buffer = inputs.lay(inputs.array((5, 256), "float32"))
+    first, second = backend.input(buffer[:4]), backend.output(buffer[1:])
+    refuses(ValueError, "out must not overlap x unless it is exactly x", f32x4, first, out=second)
+    refuses(ValueError, "x must be on a CUDA device: variants are kernels, got cpu", f32x4, values)
+
+
+def test_an_older_gpu_is_named() -> None:
+    if emulator.missing() is not None:
+        pytest.skip(str(emulator.missing()))
+    with emulator.installed(arch=80):
+        x = emulator.from_numpy(np.ones((1, 1024), np.float32))
+        with pytest.raises(RuntimeError, match=r"f32x4_cluster needs compute capability 9\.0"):
+            variants.rms_norm.f32x4_cluster(x)
+
+
+# The table ------------------------------------------------------------------------------------
+
+
+def test_the_table_and_the_sources_agree() -> None:
+    in_table = {(variant.source, variant.template) for variant in TABLE}
+    kernel = re.compile(r"__global__ void [^{;]*?\b(\w+)\(\w+\*")
+    in_sources = {
+        (path.stem, name)
+        for path in _source.directory().glob("study_*.cu")
+        for name in kernel.findall(path.read_text())
+    }
+    assert in_table == in_sources
+
+
+def test_names_and_attributes() -> None:
+    for norm, space in (("rms", variants.rms_norm), ("layer", variants.layer_norm)):
+        names = variants.names(norm)  # type: ignore[arg-type]
+        assert set(CLASSIC) <= set(names)
+        assert set(names) == set(vars(space))
+        assert all(vars(space)[name].name == name for name in names)
+        assert all(vars(space)[name].norm == norm for name in names)
+    assert set(variants.names()) == {variant.name for variant in TABLE}
+    assert len({(variant.norm, variant.name) for variant in TABLE}) == len(TABLE)
+    with pytest.raises(ValueError, match="norm must be 'rms', 'layer' or None, got 'batch'"):
+        variants.names("batch")  # type: ignore[arg-type]
+
+
+def test_the_documentation_names_every_variant() -> None:
+    text = (_source.directory().parent / "docs" / "study.md").read_text()
+    missing = [name for name in variants.names() if f"`{name}`" not in text]
+    assert not missing
+
+
+# Formulas -------------------------------------------------------------------------------------
+
+
+def test_the_naive_expressions_are_the_norms() -> None:
+    x = inputs.array((5, 48), "float64")
+    for norm, y in (
+        ("rms", variants.naive_rms_norm(x, 0.5)),
+        ("layer", variants.naive_layer_norm(x, 0.5, 0.25)),
+    ):
+        shift = 0.25 if norm == "layer" else None
+        expected = oracle.forward(x, 0.5, shift, norm=norm, eps=EPS)
+        compare.close(y, expected.y.value, expected.y.bound("float64"), norm)
+
+
+def test_both_places_of_eps() -> None:
+    """Equal without eps; with it, inside the root counts against rms^2 and outside against rms."""
+    row = inputs.array((1, 64), "float64")
+    np.testing.assert_allclose(
+        variants.eps_inside(row, eps=0.0), variants.eps_outside(row, eps=0.0), rtol=1e-15
+    )
+    for rms, eps in itertools.product((1.0, 1e-3, 1e-6), (1e-6, 1e-5)):
+        x = row / np.sqrt((row * row).mean()) * rms
+        inside = np.sqrt((variants.eps_inside(x, eps=eps) ** 2).mean())
+        outside = np.sqrt((variants.eps_outside(x, eps=eps) ** 2).mean())
+        np.testing.assert_allclose(inside, rms / math.hypot(rms, math.sqrt(eps)), rtol=1e-12)
+        np.testing.assert_allclose(outside, rms / (rms + eps), rtol=1e-12)
+        assert inside < outside
+
+
+# On a GPU -------------------------------------------------------------------------------------
+
+needs_gpu = pytest.mark.skipif(
+    backends.missing("cupy") is not None, reason=str(backends.missing("cupy"))
+)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_callers_stream() -> None:
+    """What is captured on a stream was launched on it, and nothing synchronised."""
+    import cupy
+
+    x = cupy.asarray(inputs.array((4, 1024), "float32"))
+    y = cupy.empty_like(x)
+    variant = variants.rms_norm.f32x4
+    expected = cupy.asnumpy(variant(x))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        variant(x, out=y)
+        graph = stream.end_capture()
+    y.fill(0)
+    cupy.cuda.Device().synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    compare.equal(cupy.asnumpy(y), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    backends.missing("torch-cuda") is not None, reason=str(backends.missing("torch-cuda"))
+)
+def test_torch_tensors() -> None:
+    import torch
+
+    for dtype, variant in (
+        (torch.float16, variants.rms_norm.f16x8_pack_f32),
+        (torch.bfloat16, variants.layer_norm.bf16x8_pack_f32),
+    ):
+        x = torch.randn(4, 1024, device="cuda").to(dtype)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = variant(x)
+        side.synchronize()
+        assert type(y) is torch.Tensor
+        assert y.dtype == dtype
+        norm = torch.nn.functional.layer_norm if variant.norm == "layer" else None
+        wide = x.double()
+        expected = (
+            norm(wide, (1024,), eps=EPS)
+            if norm
+            else wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + EPS)
+        )
+        torch.testing.assert_close(y, expected.to(dtype), rtol=2.0**-7, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@needs_gpu
+def test_more_than_two_to_the_31_elements() -> None:
+    import cupy
+
+    variant = variants.rms_norm.f16x8_pack_f32
+    rows = 2**18 + 3
+    need = 2 * 2 * rows * 8192
+    if cupy.cuda.runtime.memGetInfo()[0] < 1.2 * need:
+        pytest.skip(f"needs {need / 2**30:.0f} GiB of free GPU memory")
+    last = cupy.asarray(inputs.array((1, 8192), "float16"))
+    x = cupy.zeros((rows, 8192), np.float16)
+    x[-1:] = last
+    y = variant(x)
+    compare.equal(cupy.asnumpy(y[-1:]), cupy.asnumpy(variant(last)))
+    assert not y[:-1].any()
