@@ -389,9 +389,9 @@ def _parameter(
 
 
 def _plain(index: int, place: str, x: str, width: int) -> dict[str, Any]:
-    """What most calls are: one dtype and a weight; in turn a residual or a bias."""
+    """What most calls are: one dtype and a weight; in turn a bias, or in a short row a residual."""
     levels = {name: FACTORS[name][0] for name in FACTORS}
-    layer, added = (index + index // 4) % 2 == 1, index % 3 == 1
+    layer, added = (index + index // 4) % 2 == 1, index % 3 == 1 and PLACES[place].packs > 0
     levels |= {"place": place, "norm": "layer" if layer else "rms", "width": width}
     levels |= {"x": x, "y": x, "weight": x}
     return levels | {"bias": x if layer else None, "residual": x if added else None}
