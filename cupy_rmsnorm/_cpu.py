@@ -23,12 +23,12 @@ from ._dtypes import TABLE, numpy_dtype
 
 NDArray: TypeAlias = "np.ndarray[Any, Any]"
 
-TILE_BYTES = 2**19  # of one operand's tile in the accumulation dtype
+TILE_BYTES = 3 * 2**17  # of one operand's tile in the accumulation dtype
 WIDER = {"float32": np.float64, "float64": np.longdouble}
 GROUP = 512  # elements summed at once
 FOLD = 32  # tiles that are added up before they join a range's total: long sums stay exact
-PARTIAL_BYTES = 2**18  # about what the weight gradients of all ranges of steps may take
-MIN_RANGES, MAX_RANGES = 4, 64  # of steps; fixed, so that the number of threads does not show
+PARTIAL_BYTES = 2**17  # about what the weight gradients of all ranges of steps may take
+MIN_RANGES, MAX_RANGES = 2, 64  # of steps; fixed, so that the number of threads does not show
 PARALLEL_SIZE = 2**18  # elements from which threads pay
 UNBUFFERED_SIZE = 512  # columns from which NumPy broadcasts faster if it may not copy them first
 
@@ -77,10 +77,12 @@ class Scratch:
         self._buffers: dict[str, NDArray] = {}
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> NDArray:
-        size = math.prod(shape)
+        dtype = np.dtype(dtype or self._dtype)
+        size = math.prod(shape) * dtype.itemsize
         if name not in self._buffers or self._buffers[name].size < size:
-            self._buffers[name] = np.empty(size, dtype or self._dtype)
-        return self._buffers[name][:size].reshape(shape)
+            self._buffers[name] = np.empty(size, np.uint8)
+        buffer: NDArray = self._buffers[name][:size].view(dtype).reshape(shape)
+        return buffer
 
 
 def _joined(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
@@ -236,6 +238,7 @@ class _Job:
     """What forward and backward share: the axes, the tiles, the mask, the constants."""
 
     keep = False  # leave rows that are not computed as they are, instead of zeroing them
+    least_steps = 2  # of a tile; rows that do not allow it are cut
 
     def __init__(self, call: Rows) -> None:
         self.call = call
@@ -289,11 +292,14 @@ class _Job:
     @property
     def long(self) -> bool:
         """Whether a row is cut. One whose normalised axes do not join into one is taken whole."""
-        return self.hidden_size > self.tile_size // 2 and all(o.flat for o in self._operands)
+        return self.hidden_size > self.tile_size // self.least_steps and all(
+            o.flat for o in self._operands
+        )
 
     def head_groups(self) -> list[Tile]:
-        """All steps, and as many heads as fit half a tile."""
-        heads = max(1, min(self.heads, self.tile_size // 2 // self.hidden_size))
+        """All steps, and as many heads as leave a tile its least steps."""
+        heads = self.tile_size // self.least_steps // self.hidden_size
+        heads = max(1, min(self.heads, heads))
         return [
             Tile(0, self.steps, head, min(head + heads, self.heads), 0, self.hidden_size)
             for head in range(0, self.heads, heads)
@@ -335,17 +341,17 @@ class _Job:
         return means.astype(self.dtype, copy=False)
 
     def wide_sums(self, x: NDArray, scratch: Scratch) -> NDArray:
-        """Group sums for LayerNorm's mean, in a wider dtype.
+        """Group sums for LayerNorm's mean, in a wider dtype; overwrites the buffer "code".
 
         y near zero is as exact as the mean, and the mean of a row may be far smaller than its
         elements: a plain sum leaves an error that is small beside these alone.
         """
         steps, heads, columns = x.shape
-        count = max(1, self.tile_size // 4 // (heads * columns))
+        count = max(1, self.tile_size // 2 // (heads * columns))
         sums = []
         for start in range(0, steps, count):
             values = x[start : start + count]
-            wide = scratch("wide", values.shape, WIDER[self.accumulation])
+            wide = scratch("code", values.shape, WIDER[self.accumulation])
             np.copyto(wide, values)
             sums.append(_group_sums(wide))
         return np.concatenate(sums)
@@ -360,7 +366,7 @@ class _Job:
         dtype = self.call.x.dtype
         if self.call.cast == "once" or dtype not in CODED:
             return values
-        code, spare = scratch("code", values.shape), scratch("spare", values.shape)
+        code, spare = scratch("code", values.shape), scratch("rounding", values.shape)
         encode(dtype, values, code, spare)
         decode(dtype, code)
         return code
@@ -519,23 +525,31 @@ class _StepSum:
     """The sum over the steps of a range, from its tiles in their order."""
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        self._total, self._recent = np.zeros(shape, dtype), np.zeros(shape, dtype)
+        self._total = np.zeros(shape, dtype)
+        self._recent: NDArray | None = None
         self._count = 0
 
     def add(self, values: NDArray, buffer: NDArray) -> None:
         """Add the sum of `values` over its steps; `buffer` may be `values`."""
+        if self._recent is None:
+            self._recent = np.zeros_like(self._total)
         self._recent += _fold(values, buffer)
         self._count += 1
         if self._count % FOLD == 0:
             self.total()
 
     def total(self) -> NDArray:
-        self._total += self._recent
-        self._recent.fill(0)
+        if self._recent is not None:
+            self._total += self._recent
+            self._recent = None
         return self._total
 
 
 class _Backward(_Job):
+    """Works in the buffers "dout" and "spare"; the latter is free again when dx is written."""
+
+    least_steps = 4  # and with it rows so short that the sums of some ranges of steps are small
+
     def __init__(self, call: Backward) -> None:
         super().__init__(call)
         self.x, self.dout = self.rows_of(call.x), self.rows_of(call.dout)
@@ -568,6 +582,7 @@ class _Backward(_Job):
         def work(item: tuple[Tile, _Sums], scratch: Scratch) -> None:
             for tile in item[0].cut_steps(steps):
                 self.tile(weight, tile, item[1], scratch)
+            item[1].close()
 
         self.run(work, list(zip(ranges, sums, strict=True)))
         for other in sums[1:]:
@@ -577,7 +592,7 @@ class _Backward(_Job):
     def tile(self, weight: Any, tile: Tile, sums: _Sums, scratch: Scratch) -> None:
         """A tile of whole rows."""
         computed = self.computed(tile, scratch)
-        x = self.x.read(tile, scratch("x", tile.shape))
+        x = self.x.read(tile, scratch("spare", tile.shape))
         mean = self.given(self.mean_in, tile)
         if self.layer and mean is None:
             mean = self.average([self.wide_sums(x, scratch)])
@@ -585,7 +600,7 @@ class _Backward(_Job):
         rstd = self.given(self.rstd_in, tile)
         if rstd is None:
             rstd = self.rstd([_group_sums(x, x)])
-        xhat = np.multiply(x, rstd, out=scratch("x", tile.shape))
+        xhat = np.multiply(x, rstd, out=scratch("spare", tile.shape))
         dout = self.dout.read(tile, scratch("dout", tile.shape))
         sums.add(dout, xhat, computed, scratch)
         if not self.outputs:
@@ -616,7 +631,7 @@ class _Backward(_Job):
             products, sums = [], []
             for part in parts:
                 x = self.centered(self.load(part, scratch), mean, scratch)
-                xhat = np.multiply(x, rstd, out=scratch("x", part.shape))
+                xhat = np.multiply(x, rstd, out=scratch("spare", part.shape))
                 dout = self.dout.read(part, scratch("dout", part.shape))
                 scaled = self.scaled(dout, self.weight(part), scratch)
                 products.append(_group_sums(scaled, xhat))
@@ -634,7 +649,7 @@ class _Backward(_Job):
                 computed = self.computed(tile, scratch)
                 mean = means[steps] if self.layer else None
                 x = self.centered(self.load(tile, scratch), mean, scratch)
-                xhat = np.multiply(x, rstds[steps], out=scratch("x", tile.shape))
+                xhat = np.multiply(x, rstds[steps], out=scratch("spare", tile.shape))
                 dout = self.dout.read(tile, scratch("dout", tile.shape))
                 sums.add(dout, xhat, computed, scratch)
                 if self.outputs:
@@ -655,11 +670,11 @@ class _Backward(_Job):
         return statistic.read(tile, np.empty(tile.shape, self.dtype))
 
     def load(self, tile: Tile, scratch: Scratch) -> NDArray:
-        return self.x.read(tile, scratch("x", tile.shape))
+        return self.x.read(tile, scratch("spare", tile.shape))
 
     @staticmethod
     def centered(x: NDArray, mean: NDArray | None, scratch: Scratch) -> NDArray:
-        return x if mean is None else np.subtract(x, mean, out=scratch("x", x.shape))
+        return x if mean is None else np.subtract(x, mean, out=scratch("spare", x.shape))
 
     @staticmethod
     def scaled(dout: NDArray, weight: Any, scratch: Scratch) -> NDArray:
@@ -690,7 +705,7 @@ class _Backward(_Job):
             np.multiply(dx, row.rstd, out=target)
         else:
             np.multiply(dx, row.rstd, out=dx)
-            np.add(dx, self.dresidual_out.read(tile, scratch("x", tile.shape)), out=target)
+            np.add(dx, self.dresidual_out.read(tile, scratch("spare", tile.shape)), out=target)
         for output in self.outputs:
             self.write(output, tile, target, computed, scratch)
 
@@ -724,6 +739,12 @@ class _Sums:
                 np.copyto(buffer, 0, where=~computed)
                 dout = buffer
             self._dbias.add(dout, buffer)
+
+    def close(self) -> None:
+        """Keep no more than the sums."""
+        for values in (self._dweight, self._dbias):
+            if values is not None:
+                values.total()
 
     def join(self, other: _Sums) -> None:
         for mine, its in ((self._dweight, other._dweight), (self._dbias, other._dbias)):

@@ -50,15 +50,12 @@ def encode(dtype: str, values: np.ndarray, code: np.ndarray, spare: np.ndarray) 
             np.copyto(bits, (source >> 16) | 0x40, where=nan)
         return bits
     magnitude = np.abs(values, out=spare)
-    if not values.size or not magnitude.max() < _HALF_MAX:
-        bits[...] = values.astype(np.float16).view(np.int16)
+    subnormal = np.flatnonzero(magnitude < _HALF_TINY)
+    if subnormal.size > values.size // 8:  # zeros too, but these come out right below
+        subnormal = subnormal[magnitude.reshape(-1)[subnormal] != 0]
+    if subnormal.size > values.size // 8 or not magnitude.max(initial=0) < _HALF_MAX:
+        np.copyto(bits, values.astype(np.float16).view(np.int16))
         return bits
-    tiny = magnitude < _HALF_TINY
-    if np.count_nonzero(tiny) * 8 > tiny.size:
-        tiny &= magnitude != 0
-        if np.count_nonzero(tiny) * 8 > tiny.size:
-            bits[...] = values.astype(np.float16).view(np.int16)
-            return bits
     np.multiply(values, np.float32(1 / _REBIAS), out=code)
     # Half an ulp less one, plus the last kept bit; and copies of the sign, whose lowest one
     # becomes the sign of the code.
@@ -67,6 +64,7 @@ def encode(dtype: str, values: np.ndarray, code: np.ndarray, spare: np.ndarray) 
     np.add(low, 0x0FFF, out=low)
     np.add(bits, low, out=bits)
     np.right_shift(bits, 13, out=bits)
-    if tiny.any():  # a subnormal product has already been rounded once
-        bits[tiny] = values[tiny].astype(np.float16).view(np.int16)
+    if subnormal.size:  # their product has been rounded before
+        halves = values.reshape(-1)[subnormal].astype(np.float16)
+        bits.reshape(-1)[subnormal] = halves.view(np.int16)
     return bits
