@@ -30,7 +30,8 @@ from cupy_rmsnorm._kernel import Specialisation
 from cupy_rmsnorm._plan import VECTOR_BYTES, Launch, Plan, choose_launch, choose_plan
 from tests import calls, inputs, oracle
 from tests.backends import Backend
-from tests.calls import Case
+from tests.calls import Case, Gradient
+from tests.recorder import recorded
 
 SM_COUNT = 132  # of an H200; decides how many rows share a block
 
@@ -169,56 +170,23 @@ class Forced:
         )
 
 
+SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
+
+
 @dataclass(frozen=True, kw_only=True)
-class ForwardRow:
-    """A forward call with statistics. Dtypes by name."""
+class Row:
+    """Where the rows of a call lie, and which of them are computed. Dtypes by name."""
 
     place: str
     x: str
     width: int
     norm: str
-    y: str
     weight: str | None
     bias: str | None
-    residual: str | None
     cast: str
     weight_offset: float
     mask: str | None
     layout: str
-    forced: Forced | None = None
-
-    @classmethod
-    def of(cls, levels: Mapping[str, Any]) -> ForwardRow:
-        """The row of these levels, made consistent."""
-        levels = dict(levels)
-        if levels["x"] == "float64":
-            for name in ("y", "weight", "bias", "residual"):
-                if levels[name] in ARRAYS:
-                    levels[name] = "float64"
-        if levels["weight"] is None:
-            levels["weight_offset"] = 0.0
-        return cls(**levels)
-
-    @property
-    def name(self) -> str:
-        """What pytest calls the row."""
-        short = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
-        parts = [self.place, self.norm, f"{short[self.x]}x{self.vec_size}", f"y_{short[self.y]}"]
-        for name in ("weight", "bias", "residual"):
-            level = getattr(self, name)
-            if level is not None:
-                parts.append(f"{name}_{short.get(level, level)}")
-        if self.cast == "before_weight":
-            parts.append("cast_before")
-        if self.weight_offset:
-            parts.append("offset")
-        parts += [part for part in (self.mask, self.layout) if part]
-        if self.forced is not None:
-            forced = self.forced
-            parts.append(f"rows_{forced.rows_per_block}-grid_{forced.grid}-stages_{forced.stages}")
-            parts += [] if forced.early_weight else ["late_weight"]
-            parts += [] if forced.hint == "STREAM" else [forced.hint.lower()]
-        return "-".join(parts)
 
     @property
     def hidden_size(self) -> int:
@@ -241,6 +209,112 @@ class ForwardRow:
     @property
     def rows(self) -> int:
         return math.prod(self.row_shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.row_shape, self.hidden_size)
+
+    @property
+    def parameter_shape(self) -> tuple[int, ...]:
+        return self.shape[-2:] if self.layout == "heads" else self.shape[-1:]
+
+    def _case(self, **more: Any) -> Case:
+        """The arguments that every call has, between guard zones."""
+        where, valid_rows = self._masks()
+        return Case(
+            x=self._laid(inputs.array(self.shape, self.x, "row_tagged")),
+            norm=self.norm,
+            weight=self._parameter(inputs.weight, self.weight, -1.5),
+            bias=self._parameter(inputs.bias, self.bias, 0.3),
+            weight_offset=self.weight_offset,
+            cast=self.cast,
+            per_head=self.layout == "heads",
+            where=where,
+            valid_rows=valid_rows,
+            masked="keep" if self.mask in ("keep_where", "keep_valid") else "zero",
+            **more,
+        )
+
+    def _parameter(self, make: Any, level: str | None, constant: float) -> Any:
+        """A weight or bias of this level: None, a number, or an array of this dtype."""
+        if level is None:
+            return None
+        if level == "constant":
+            return constant
+        layout = "offset_1" if self.layout == "misaligned" else "contiguous"
+        return inputs.lay(make(self.parameter_shape, level), layout)
+
+    def _masks(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """`where` and `valid_rows`; each leaves some rows out, in blocks that it shares."""
+        where = np.arange(self.rows).reshape(self.row_shape) % 3 != 1
+        valid_rows = self.rows - 1
+        if self.mask is None:
+            return None, None
+        if self.mask == "keep_where":
+            return where, None
+        if self.mask == "keep_valid":
+            return None, np.array([valid_rows], np.int32)
+        if self.mask == "zero_valid":
+            return None, np.array(valid_rows, np.int64)
+        return where, np.array([valid_rows], np.int64)
+
+    def _laid(self, values: np.ndarray) -> np.ndarray:
+        """A view with these values in the row's layout."""
+        if self.layout == "misaligned":
+            return inputs.lay(values, "offset_1")
+        if self.layout == "gap":
+            return inputs.lay(values, "row_gap_8")
+        if self.layout != "split":
+            return inputs.lay(values)
+        first, second, size = values.shape
+        view = inputs.lay(np.full((first, second + 1, size), np.nan, values.dtype))[:, :second]
+        view[...] = values
+        return view
+
+    def _output(self, backend: Backend, dtype: str) -> Any:
+        """An output full of NaN in the row's layout."""
+        return backend.output(self._laid(np.full(self.shape, np.nan, oracle.DTYPES[dtype])))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardRow(Row):
+    """A forward call with statistics."""
+
+    y: str
+    residual: str | None
+    forced: Forced | None = None
+
+    @classmethod
+    def of(cls, levels: Mapping[str, Any]) -> ForwardRow:
+        """The row of these levels, made consistent."""
+        levels = dict(levels)
+        if levels["x"] == "float64":
+            for name in ("y", "weight", "bias", "residual"):
+                if levels[name] in ARRAYS:
+                    levels[name] = "float64"
+        if levels["weight"] is None:
+            levels["weight_offset"] = 0.0
+        return cls(**levels)
+
+    @property
+    def name(self) -> str:
+        """What pytest calls the row."""
+        parts = [self.place, self.norm, f"{SHORT[self.x]}x{self.vec_size}", f"y_{SHORT[self.y]}"]
+        for name in ("weight", "bias", "residual"):
+            level = getattr(self, name)
+            if level is not None:
+                parts.append(f"{name}_{SHORT.get(level, level)}")
+        if self.cast == "before_weight":
+            parts.append("cast_before")
+        if self.weight_offset:
+            parts.append("offset")
+        parts += [part for part in (self.mask, self.layout) if part]
+        if self.forced is not None:
+            forced = self.forced
+            parts.append(f"rows_{forced.rows_per_block}-grid_{forced.grid}-stages_{forced.stages}")
+            parts += [] if forced.early_weight else ["late_weight"]
+            parts += [] if forced.hint == "STREAM" else [forced.hint.lower()]
+        return "-".join(parts)
 
     # What the library chooses -----------------------------------------------------------------
 
@@ -292,27 +366,10 @@ class ForwardRow:
 
     def case(self) -> Case:
         """The arguments, between guard zones."""
-        shape = (*self.row_shape, self.hidden_size)
-        parameter_shape = shape[-2:] if self.layout == "heads" else shape[-1:]
-        parameter_layout = "offset_1" if self.layout == "misaligned" else "contiguous"
         residual = None
         if self.residual is not None:
-            residual = self._laid(inputs.array(shape, self.residual, seed=1))
-        where, valid_rows = self._masks()
-        return Case(
-            x=self._laid(inputs.array(shape, self.x, "row_tagged")),
-            norm=self.norm,
-            weight=_parameter(inputs.weight, self.weight, -1.5, parameter_shape, parameter_layout),
-            bias=_parameter(inputs.bias, self.bias, 0.3, parameter_shape, parameter_layout),
-            residual=residual,
-            weight_offset=self.weight_offset,
-            cast=self.cast,
-            per_head=self.layout == "heads",
-            where=where,
-            valid_rows=valid_rows,
-            masked=self.kind.masked or "zero",
-            out_dtype=self.y,
-        )
+            residual = self._laid(inputs.array(self.shape, self.residual, seed=1))
+        return self._case(residual=residual, out_dtype=self.y)
 
     def run(self, backend: Backend) -> dict[str, np.ndarray]:
         """Make the call into outputs full of NaN between guard zones, and check its results.
@@ -321,11 +378,12 @@ class ForwardRow:
         lies around the arrays the backend's `verify` checks.
         """
         case = self.case()
-        outputs: dict[str, Any] = {}
-        for output, dtype in case.outputs(statistics=True).items():
-            values = np.full(case.shape(output), np.nan, oracle.DTYPES[dtype])
-            rowwise = output in ("mean", "rstd")
-            outputs[output] = backend.output(inputs.lay(values) if rowwise else self._laid(values))
+        outputs = {
+            output: backend.empty(self.row_shape, dtype)
+            if output in ("mean", "rstd")
+            else self._output(backend, dtype)
+            for output, dtype in case.outputs(statistics=True).items()
+        }
         with self._choices():
             got = calls.forward(backend, case, statistics=True, **outputs)
         calls.check_forward(case, got)
@@ -350,42 +408,6 @@ class ForwardRow:
             mock.patch.object(_cuda, "choose_launch", launch),
         ):
             yield
-
-    def _masks(self) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """`where` and `valid_rows`; each leaves some rows out, in blocks that it shares."""
-        where = np.arange(self.rows).reshape(self.row_shape) % 3 != 1
-        valid_rows = self.rows - 1
-        if self.mask is None:
-            return None, None
-        if self.mask == "keep_where":
-            return where, None
-        if self.mask == "keep_valid":
-            return None, np.array([valid_rows], np.int32)
-        if self.mask == "zero_valid":
-            return None, np.array(valid_rows, np.int64)
-        return where, np.array([valid_rows], np.int64)
-
-    def _laid(self, values: np.ndarray) -> np.ndarray:
-        """A view with these values in the row's layout."""
-        if self.layout == "misaligned":
-            return inputs.lay(values, "offset_1")
-        if self.layout == "gap":
-            return inputs.lay(values, "row_gap_8")
-        if self.layout != "split":
-            return inputs.lay(values)
-        first, second, size = values.shape
-        view = inputs.lay(np.full((first, second + 1, size), np.nan, values.dtype))[:, :second]
-        view[...] = values
-        return view
-
-
-def _parameter(
-    make: Any, level: str | None, constant: float, shape: tuple[int, ...], layout: str
-) -> Any:
-    """A weight or bias of this level: None, a number, or an array of this dtype."""
-    if level is None:
-        return None
-    return constant if level == "constant" else inputs.lay(make(shape, level), layout)
 
 
 def _plain(index: int, place: str, x: str, width: int) -> dict[str, Any]:
@@ -455,3 +477,135 @@ FORWARD = (
     ),
     *itertools.starmap(_forced, FORCED),
 )
+
+
+# Backward -----------------------------------------------------------------------------------------
+
+BACKWARD_FACTORS: Mapping[str, Sequence[Any]] = {
+    "place": tuple(PLACES),
+    "x": (*ARRAYS, "float64"),
+    "width": (8, 4, 2, 1),
+    "norm": ("rms", "layer"),
+    "dout": ARRAYS,
+    "weight": ("float16", "float32", "bfloat16", "constant", None),
+    "dweight": ("weight", *ARRAYS, None),  # "weight": of the weight's dtype
+    "bias": (None, *ARRAYS),
+    "dx": ("x", *ARRAYS, None),  # of x's dtype; of another where x is residual_out; not wanted
+    "dresidual_out": (None, *ARRAYS),
+    "statistics": ("given", "recomputed"),
+    "cast": ("once", "before_weight"),
+    "weight_offset": (0.0, 1.0),
+    "mask": (None, "zero_where", "zero_both", "keep_valid"),  # keep: as zero, in int32
+    "layout": ("contiguous", "misaligned", "gap", "split", "heads"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardRow(Row):
+    """A backward call; of an add_* function where dx may differ from x, which is then the sum."""
+
+    dout: str
+    dweight: str | None
+    dx: str | None
+    dresidual_out: str | None
+    statistics: str
+
+    @classmethod
+    def of(cls, levels: Mapping[str, Any]) -> BackwardRow:
+        """The row of these levels, made consistent."""
+        levels = dict(levels)
+        if levels["x"] == "float64":
+            for name in ("dout", "weight", "dweight", "bias", "dx", "dresidual_out"):
+                if levels[name] in ARRAYS:
+                    levels[name] = "float64"
+        if levels["weight"] in (None, "constant"):
+            levels["dweight"] = None
+        if levels["weight"] is None:
+            levels["weight_offset"] = 0.0
+        for name, whose in (("dweight", "weight"), ("dx", "x")):
+            if levels[name] == whose:
+                levels[name] = levels[whose]
+        if levels["dweight"] is levels["bias"] is levels["dx"] is None:
+            levels["dx"] = levels["x"]
+        if levels["dx"] is None:
+            levels["dresidual_out"] = None
+        return cls(**levels)
+
+    @property
+    def name(self) -> str:
+        """What pytest calls the row."""
+        parts = [self.place, self.norm, f"{SHORT[self.x]}x{self.vec_size}", self.statistics]
+        for name in ("dout", "weight", "bias", "dx", "dweight", "dresidual_out"):
+            level = getattr(self, name)
+            parts += [] if level is None else [f"{name}_{SHORT.get(level, level)}"]
+        parts += ["cast_before"] if self.cast == "before_weight" else []
+        parts += ["offset"] if self.weight_offset else []
+        parts += [part for part in (self.mask, self.layout) if part]
+        return "-".join(parts)
+
+    @property
+    def added(self) -> bool:
+        return self.dresidual_out is not None or self.dx not in (None, self.x)
+
+    @property
+    def staged_itemsize(self) -> int:
+        """Bytes of one element of what a block holds of a row."""
+        return sum(TABLE[d].itemsize for d in (self.x, self.dout, self.dresidual_out) if d)
+
+    def specialisations(self, arch: int, sm_count: int = SM_COUNT) -> tuple[Specialisation, ...]:
+        """The instantiations that the library takes on `arch`, in the order of their launches."""
+        with (
+            recorded(arch, sm_count) as launches,
+            mock.patch.object(inputs, "array", _blank),
+            mock.patch.object(inputs, "weight", _blank),
+            mock.patch.object(inputs, "bias", _blank),
+        ):
+            self._call(Backend(), *self._arguments(blank=True))
+        return tuple(launched.specialisation for launched in launches)
+
+    def run(self, backend: Backend) -> dict[str, np.ndarray | None]:
+        """Make the call into outputs full of NaN between guard zones, and check its results."""
+        case, given = self._arguments()
+        got = self._call(backend, case, given)
+        calls.check_backward(case, given, got)
+        return got
+
+    def _arguments(self, blank: bool = False) -> tuple[Case, Gradient]:
+        case = self._case()
+        mean = rstd = None
+        if self.statistics == "given":
+            shape, dtype = self.row_shape, oracle.accumulation(case.x)
+            mean, rstd = np.zeros(shape, dtype), np.ones(shape, dtype)
+            if not blank:
+                forward = oracle.forward(case.x, norm=self.norm, eps=case.eps)
+                mean, rstd = (part.value.astype(dtype) for part in (forward.mean, forward.rstd))
+        dresidual_out = None
+        if self.dresidual_out is not None:
+            dresidual_out = self._laid(inputs.array(self.shape, self.dresidual_out, seed=3))
+        return case, Gradient(
+            dout=self._laid(inputs.array(self.shape, self.dout, seed=2)),
+            added=self.added,
+            dresidual_out=dresidual_out,
+            mean=None if mean is None or self.norm == "rms" else inputs.lay(mean),
+            rstd=None if rstd is None else inputs.lay(rstd),
+            need_dx=self.dx is not None,
+            need_dweight=self.dweight is not None,
+            dweight_dtype=self.dweight,
+            x_dtype=self.dx if self.added else None,
+        )
+
+    def _call(self, backend: Backend, case: Case, given: Gradient) -> dict[str, np.ndarray | None]:
+        outputs = {}
+        if self.dx is not None:
+            outputs["dx"] = self._output(backend, self.dx)
+        for name, dtype in (("dweight", self.dweight), ("dbias", self.bias)):
+            if dtype is not None:
+                outputs[name] = backend.empty(self.parameter_shape, dtype)
+        return calls.backward(backend, case, given, **outputs)
+
+
+def _blank(shape: int | tuple[int, ...], dtype: str, *_: Any, **__: Any) -> np.ndarray:
+    return np.zeros(shape, oracle.DTYPES[dtype])
+
+
+BACKWARD = tuple(dict.fromkeys(BackwardRow.of(levels) for levels in pairwise(BACKWARD_FACTORS)))

@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans, launches, row layouts and packed arguments: what is decided before a kernel runs.
 
-No GPU: `launched` lets the CUDA backend run on NumPy's addresses up to the launch, and keeps what
-the driver would have been given.
+No GPU: `tests.recorder` keeps what the driver would have been given.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import inspect
 import itertools
 import math
 import re
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,15 +20,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupy_rmsnorm import _cpu, _cuda, _kernel, _plan, _source
+from cupy_rmsnorm import _kernel, _plan, _source
 from cupy_rmsnorm._cuda import ForwardKind, specialise_forward
 from cupy_rmsnorm._dtypes import TABLE
-from cupy_rmsnorm._kernel import DeviceProperties, Specialisation
+from cupy_rmsnorm._kernel import Specialisation
 from cupy_rmsnorm._layout import collapse_rows, is_contiguous
 from cupy_rmsnorm._plan import Plan, choose_launch, choose_plan
+from cupy_rmsnorm._plan_backward import choose_backward_launch, choose_backward_plan
 from tests import calls, inputs, kernels
 from tests.backends import Backend
 from tests.calls import Case
+from tests.recorder import Launched, recorded
 
 ARCHS = (*_plan.SHARED_LIMITS, 70, 110, 121, 130)  # known ones, older and newer
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -125,6 +124,49 @@ def test_a_plan_follows_from_size_dtypes_and_architecture_alone() -> None:
     ]
 
 
+@pytest.mark.parametrize("arch", [75, 80, 90, 120])
+@pytest.mark.parametrize("x", DTYPES)
+def test_every_backward_launch_can_run(x: str, arch: int) -> None:
+    itemsize, double = TABLE[x].itemsize, x == "float64"
+    accumulation = 8 if double else 4
+    for staged_itemsize, hidden_size in itertools.product(
+        (2 * itemsize, 3 * itemsize, itemsize + 8), HIDDEN_SIZES[::3]
+    ):
+        plan = choose_backward_plan(hidden_size, x, staged_itemsize, arch)
+        threads = plan.threads_per_row
+        where = (hidden_size, x, staged_itemsize, arch, plan)
+        assert hidden_size % plan.vec_size == 0, where
+        assert plan.vec_size * itemsize <= _plan.VECTOR_BYTES, where
+        assert plan.cluster_size == 1 or arch >= 90, where
+        if threads < _plan.WARP:
+            assert threads & (threads - 1) == 0, where
+        else:
+            assert threads % _plan.WARP == 0, where
+        if not plan.vecs_per_thread:
+            continue
+        share = -(-(hidden_size // plan.vec_size) // plan.cluster_size)
+        capacity = threads * plan.vecs_per_thread
+        assert capacity - threads < share <= capacity, where
+        assert (plan.cluster_size - 1) * share < hidden_size // plan.vec_size, where
+        for rows, heads, sm_count in ((1, 1, 132), (6, 3, 1), (131, 1, 20), (2**20, 8, 132)):
+            part_bytes = 2 * heads * hidden_size * accumulation
+            launch = choose_backward_launch(
+                plan, rows, heads, staged_itemsize, part_bytes, arch, sm_count
+            )
+            where = (*where[:5], rows, heads, sm_count, launch)
+            assert launch.block % _plan.WARP == 0, where
+            assert launch.block == threads * launch.rows_per_block <= _plan.MAX_THREADS, where
+            assert launch.grid == launch.parts * heads * plan.cluster_size, where
+            assert 1 <= launch.parts <= 2 * sm_count, where  # bounds the workspace
+            # Statistics of the rows on their way, and the slots of four sums, two rows deep.
+            lanes = min(threads, _plan.WARP)
+            statistics = 2 * launch.stages * launch.block // lanes
+            slots = 8 * (max(1, launch.block // _plan.WARP) + plan.cluster_size)
+            static_bytes = (statistics + slots) * accumulation
+            limit = _plan.SHARED_LIMITS[arch] * 1024
+            assert launch.shared_bytes + static_bytes <= limit, where
+
+
 @pytest.mark.parametrize("arch", [75, 80, 90])
 def test_shared_memory_follows_from_the_specialisation(arch: int) -> None:
     """A function is told once how much it may ask for."""
@@ -179,96 +221,81 @@ def test_the_table_holds_every_class_of_plans(arch: int) -> None:
     assert not missing, f"no row of the table has these plans: {missing}"
 
 
-def test_the_table_holds_every_pair() -> None:
+@pytest.mark.parametrize("arch", [75, 80, 90])
+def test_the_table_holds_every_class_of_backward_plans(arch: int) -> None:
+    choosable: dict[tuple[Any, ...], Any] = {}
+    for x, hidden_size in itertools.product(DTYPES, HIDDEN_SIZES):
+        plan = choose_backward_plan(hidden_size, x, 2 * TABLE[x].itemsize, arch)
+        choosable.setdefault(backward_class(plan), (hidden_size, x))
+    held = {
+        backward_class(choose_backward_plan(row.hidden_size, row.x, row.staged_itemsize, arch))
+        for row in kernels.BACKWARD
+    }
+    missing = {key: example for key, example in choosable.items() if key not in held}
+    assert not missing, f"no row of the table has these plans: {missing}"
+
+
+def backward_class(plan: Plan) -> tuple[Any, ...]:
+    lanes = min(plan.threads_per_row, _plan.WARP)
+    return plan.kernel, plan.vec_size, plan.cluster_size, lanes in (1, _plan.WARP)
+
+
+def test_the_table_holds_every_backward_kernel() -> None:
+    kernel_names = {name for name in _kernel.PARAMETERS if name.startswith("norm_backward")}
+    for arch in (75, 90):
+        found = {item.kernel for row in kernels.BACKWARD for item in row.specialisations(arch)}
+        assert found == kernel_names, arch
+
+
+@pytest.mark.parametrize("factors", [kernels.FACTORS, kernels.BACKWARD_FACTORS])
+def test_the_table_holds_every_pair(factors: Mapping[str, Sequence[Any]]) -> None:
     """What `pairwise` promises, counted apart from it."""
-    rows = kernels.pairwise(kernels.FACTORS)
-    assert rows == kernels.pairwise(kernels.FACTORS)
-    for a, b in itertools.combinations(kernels.FACTORS, 2):
+    rows = kernels.pairwise(factors)
+    assert rows == kernels.pairwise(factors)
+    for a, b in itertools.combinations(factors, 2):
         pairs = {(row[a], row[b]) for row in rows}
-        assert len(pairs) == len(kernels.FACTORS[a]) * len(kernels.FACTORS[b]), (a, b)
+        assert len(pairs) == len(factors[a]) * len(factors[b]), (a, b)
 
 
 def test_names_tell_rows_apart() -> None:
-    names = [row.name for row in kernels.FORWARD]
-    assert len(set(names)) == len(names)
+    for table in (kernels.FORWARD, kernels.BACKWARD):
+        names = [row.name for row in table]
+        assert len(set(names)) == len(names)
 
 
 # Up to the launch ---------------------------------------------------------------------------------
 
 
-@dataclass
-class Launched:
-    """One launch as the driver would have been given it."""
-
-    specialisation: Specialisation
-    grid: int
-    block: int
-    shared_bytes: int
-    stream: int
-    packed: bytes
-
-    @property
-    def arguments(self) -> dict[str, float]:
-        """The packed arguments by name, read as the kernel reads them."""
-        names = [name for name, _ in _kernel.PARAMETERS[self.specialisation.kernel]]
-        layout = arguments_struct(
-            self.specialisation.kernel, double="double" in self.specialisation.template_arguments
-        )
-        assert ctypes.sizeof(layout) == len(self.packed)
-        read = layout.from_buffer_copy(self.packed)
-        return {name: getattr(read, name) for name in names}
-
-
-@dataclass
-class Gpu:
-    """The GPU that the backend believes to have."""
-
-    arch: int = 90
-    sm_count: int = kernels.SM_COUNT
-    launches: list[Launched] = field(default_factory=list)
-
-    def last(self) -> Launched:
-        """The one launch since the last look."""
-        assert len(self.launches) == 1
-        return self.launches.pop()
+def arguments_of(launched: Launched) -> dict[str, Any]:
+    """The packed arguments by name, read as the kernel reads them."""
+    kernel = launched.specialisation.kernel
+    double = "double" in launched.specialisation.template_arguments
+    read = arguments_struct(kernel, double).from_buffer_copy(launched.packed)
+    return {name: getattr(read, name) for name, _ in _kernel.PARAMETERS[kernel]}
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    """NumPy arrays go through the CUDA backend, up to the launch."""
-    gpu = Gpu()
-
-    def function(specialisation: Specialisation, device: int, shared_bytes: int = 0) -> Any:
-        return specialisation
-
-    def launch(
-        function: Any, grid: int, block: int, shared_bytes: int, stream: int, packed: bytes
-    ) -> None:
-        gpu.launches.append(Launched(function, grid, block, shared_bytes, stream, packed))
-
-    monkeypatch.setattr(_cpu, "forward", _cuda.forward)
-    monkeypatch.setattr(_cuda, "_current_device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(
-        _kernel, "device_properties", lambda device: DeviceProperties(gpu.arch, gpu.sm_count)
-    )
-    monkeypatch.setattr(_kernel, "function", function)
-    monkeypatch.setattr(_kernel, "launch", launch)
-    return gpu
+def launches() -> Iterator[list[Launched]]:
+    """What calls with NumPy arrays would launch on an H200."""
+    with recorded(90, kernels.SM_COUNT) as launches:
+        yield launches
 
 
 @pytest.mark.parametrize("row", kernels.FORWARD, ids=lambda row: row.name)
 def test_the_library_takes_the_row_s_kernel(
-    gpu: Gpu, row: kernels.ForwardRow, monkeypatch: pytest.MonkeyPatch
+    row: kernels.ForwardRow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Values play no part, and long rows would cost seconds.
     monkeypatch.setitem(inputs.KINDS, "row_tagged", lambda shape, seed: np.ones(shape))
     monkeypatch.setitem(inputs.KINDS, "normal", lambda shape, seed: np.ones(shape))
     monkeypatch.setattr(calls, "check_forward", lambda case, got: None)
-    for gpu.arch in (75, 80, 90):
-        row.run(Backend())
-        launched = gpu.last()
-        launch = row.launch(gpu.arch)
-        assert launched.specialisation == row.specialisation(gpu.arch)
+    for arch in (75, 80, 90):
+        if arch < row.least_arch:
+            continue
+        with recorded(arch, kernels.SM_COUNT) as launches:
+            row.run(Backend())
+        (launched,), launch = launches, row.launch(arch)
+        assert launched.specialisation == row.specialisation(arch)
         assert (launched.grid, launched.block) == (launch.grid, launch.block)
         assert launched.shared_bytes == launch.shared_bytes
 
@@ -288,7 +315,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(("x_layout", "y_layout"), tuple(itertools.product(LAYOUTS, LAYOUTS)))
-def test_arguments_address_the_rows(gpu: Gpu, x_layout: str, y_layout: str) -> None:
+def test_arguments_address_the_rows(launches: list[Launched], x_layout: str, y_layout: str) -> None:
     """The kernel's arithmetic on the packed arguments finds each row where NumPy has it."""
     shape = (5, 3, 24)
     x = LAYOUTS[x_layout](np.zeros(shape, np.float16))
@@ -301,8 +328,7 @@ def test_arguments_address_the_rows(gpu: Gpu, x_layout: str, y_layout: str) -> N
     # The caller's own objects, so that addresses can be compared.
     names = {"x": x, "residual": residual, "y": out, "residual_out": residual_out}
     _call(case, out=out, residual_out=residual_out)
-    launched = gpu.last()
-    arguments = launched.arguments
+    arguments = arguments_of(launches.pop())
     assert (arguments["rows"], arguments["hidden_size"]) == (15, 24)
     assert arguments["weight"] == address(case.weight)
     assert (arguments["eps"], arguments["weight_offset"]) == (0.125, 2.0)
@@ -328,14 +354,16 @@ def _call(case: Case, **outputs: np.ndarray) -> Any:
     return cupy_rmsnorm.rms_norm(case.x, case.weight, **options, **outputs)
 
 
-def test_no_launch_for_no_rows(gpu: Gpu) -> None:
+def test_no_launch_for_no_rows(launches: list[Launched]) -> None:
     _call(Case(x=np.zeros((0, 8), np.float32)))
     _call(Case(x=np.zeros((3, 0, 8), np.float32), residual=np.zeros((3, 0, 8), np.float32)))
-    assert not gpu.launches
+    assert not launches
 
 
 @pytest.mark.parametrize("hidden_size", [1, 24, 1000, 1024, 20_000, 20_001, 2_000_000])
-def test_rows_places_and_masks_change_how_bytes_move_alone(gpu: Gpu, hidden_size: int) -> None:
+def test_rows_places_and_masks_change_how_bytes_move_alone(
+    launches: list[Launched], hidden_size: int
+) -> None:
     """The order of a row's sum, fixed by these template arguments, stays."""
 
     def order(launched: Launched) -> tuple[str, ...]:
@@ -347,7 +375,7 @@ def test_rows_places_and_masks_change_how_bytes_move_alone(gpu: Gpu, hidden_size
     weight = np.zeros(hidden_size, np.float32)
     wide = np.zeros((2, 3, hidden_size + 8), np.float16)
     _call(Case(x=np.zeros((1, hidden_size), np.float16), weight=weight))
-    expected = order(gpu.last())
+    expected = order(launches.pop())
     for x in (
         wide[:1, :1, :hidden_size],
         wide[0, :, 1 : hidden_size + 1],
@@ -355,19 +383,19 @@ def test_rows_places_and_masks_change_how_bytes_move_alone(gpu: Gpu, hidden_size
         np.zeros((hidden_size, 3), np.float16).T,
     ):
         _call(Case(x=x, weight=weight))
-        assert order(gpu.last()) == expected
+        assert order(launches.pop()) == expected
     if hidden_size < 100:
         _call(Case(x=np.zeros((30_000, hidden_size), np.float16), weight=weight))
-        assert order(gpu.last()) == expected
+        assert order(launches.pop()) == expected
 
 
-def test_what_the_layout_cannot_say_goes_through_a_temporary(gpu: Gpu) -> None:
+def test_what_the_layout_cannot_say_goes_through_a_temporary(launches: list[Launched]) -> None:
     """One for each array that needs it; an output's is written back."""
     base = np.arange(48, dtype=np.float32)
     x = base.reshape(8, 6).T  # inner stride 6
     out = np.full((8, 6), 7, np.float32).T
     _call(Case(x=x), out=out)
-    arguments = gpu.last().arguments
+    arguments = arguments_of(launches.pop())
     assert arguments["x"] != address(x)
     assert arguments["y"] != address(out)
     assert (arguments["x_strides.inner"], arguments["y_strides.inner"]) == (8, 8)
@@ -377,7 +405,7 @@ def test_what_the_layout_cannot_say_goes_through_a_temporary(gpu: Gpu) -> None:
     deep = np.zeros((4, 6, 8, 16), np.float32)[::2, ::3, ::4]
     straight = np.zeros((2, 2, 2, 16), np.float32)
     _call(Case(x=deep), out=straight)
-    arguments = gpu.last().arguments
+    arguments = arguments_of(launches.pop())
     assert arguments["x"] != address(deep)
     assert arguments["y"] == address(straight)
 
