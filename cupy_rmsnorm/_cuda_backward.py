@@ -15,12 +15,13 @@ from ._kernel import Specialisation
 from ._operands import Operands
 from ._plan import VECTOR_BYTES, Plan
 from ._plan_backward import (
-    COLUMN_THREADS,
+    FEW_COLUMN_PACKS,
     SUM_THREADS,
     BackwardLaunch,
     choose_backward_launch,
     choose_backward_plan,
     choose_columns_launch,
+    choose_few_launch,
     streamed_launch,
     sum_grid,
 )
@@ -84,6 +85,11 @@ class BackwardKind:
         return TABLE[self.x].accumulation or ""
 
     @property
+    def statistics_given(self) -> bool:
+        """Whether nothing about the rows needs to be recomputed."""
+        return self.given_rstd and (self.given_mean or self.norm == "rms")
+
+    @property
     def sums(self) -> int:
         """How many gradients are sums over rows."""
         return (self.dweight is not None) + (self.dbias is not None)
@@ -143,21 +149,26 @@ class _Run:
         self.operands.finish()
 
     def _run_rows(self, plan: Plan) -> None:
-        kind = self.kind
+        call, kind = self.call, self.kind
+        arch, sm_count = self.properties.arch, self.properties.sm_count
+        few = choose_few_launch(
+            plan, call.hidden_size, call.rows, kind.staged_itemsize, arch, sm_count
+        )
+        # Its blocks read x while others write dx.
+        apart = kind.dx is not None and self.arguments["dx"] != self.arguments["x"]
+        if few is not None and kind.sums and kind.statistics_given and apart and self.heads == 1:
+            self.arguments["parts"] = few.parts
+            self._launch(kind, plan, few)
+            return
+        part_bytes = self.elements * TABLE[kind.accumulation].itemsize * kind.sums
         launch = choose_backward_launch(
-            plan,
-            self.call.rows,
-            self.heads,
-            kind.staged_itemsize,
-            self.elements * TABLE[kind.accumulation].itemsize * kind.sums,
-            self.properties.arch,
-            self.properties.sm_count,
+            plan, call.rows, self.heads, kind.staged_itemsize, part_bytes, arch, sm_count
         )
         last_block_sums = launch.last_block_sums and kind.sums > 0
         self._allocate_parts(launch.parts)
         if last_block_sums:
             self.arguments["arrivals"] = self._room("arrivals", (launch.grid,), "int64")
-        self._launch_rows(kind, plan, launch)
+        self._launch(kind, plan, launch)
         if not last_block_sums:
             self._sum_parts(launch.parts)
 
@@ -166,12 +177,12 @@ class _Run:
         call, kind = self.call, self.kind
         launch = streamed_launch(plan, call.rows)
         if kind.sums > 0:
-            if not kind.given_rstd or (kind.norm == "layer" and not kind.given_mean):
+            if not kind.statistics_given:
                 for name in ("mean", "rstd"):
                     room = self._room(name, (call.rows,), kind.accumulation)
                     self.arguments[f"{name}_out"] = room
                 statistics = dataclasses.replace(kind, dx=None, dresidual_out=None)
-                self._launch_rows(statistics, plan, launch)
+                self._launch(statistics, plan, launch)
                 for name in ("mean", "rstd"):
                     self.arguments[name] = self.arguments[f"{name}_out"]
                 kind = dataclasses.replace(kind, given_mean=True, given_rstd=True)
@@ -179,12 +190,12 @@ class _Run:
                 plan, call.hidden_size, call.rows, self.heads, self.properties.sm_count
             )
             self._allocate_parts(columns.parts)
-            self._launch_columns(kind, plan, columns)
+            self._launch(kind, plan, columns)
             self._sum_parts(columns.parts)
         if kind.dx is not None:
-            self._launch_rows(kind, plan, launch)
+            self._launch(kind, plan, launch)
 
-    def _launch_rows(self, kind: BackwardKind, plan: Plan, launch: BackwardLaunch) -> None:
+    def _launch(self, kind: BackwardKind, plan: Plan, launch: BackwardLaunch) -> None:
         specialisation = specialise_backward(
             kind,
             self.call.hidden_size,
@@ -194,23 +205,14 @@ class _Run:
             aligned=self.operands.aligned(plan.vec_size, VECTOR_BYTES),
             split_rows=self.split_rows,
         )
-        self._launch(specialisation, launch.grid, launch.block, launch.shared_bytes)
-
-    def _launch_columns(self, kind: BackwardKind, plan: Plan, launch: BackwardLaunch) -> None:
-        specialisation = specialise_columns(
-            kind,
-            plan,
-            aligned=self.operands.aligned(plan.vec_size, VECTOR_BYTES),
-            split_rows=self.split_rows,
-        )
-        self._launch(specialisation, launch.grid, launch.block, 0)
+        self._enqueue(specialisation, launch.grid, launch.block, launch.shared_bytes)
 
     def _sum_parts(self, parts: int) -> None:
         if self.kind.sums > 0:
             self.arguments["parts"] = parts
-            self._launch(specialise_sum(self.kind), sum_grid(self.elements), SUM_THREADS, 0)
+            self._enqueue(specialise_sum(self.kind), sum_grid(self.elements), SUM_THREADS, 0)
 
-    def _launch(
+    def _enqueue(
         self, specialisation: Specialisation, grid: int, block: int, shared_bytes: int
     ) -> None:
         space = self.call.space
@@ -265,69 +267,44 @@ def specialise_backward(
     aligned: bool,
     split_rows: bool,
 ) -> Specialisation:
-    """The instantiation that computes `kind` by `plan`: norm_backward or norm_backward_streamed."""
-    streamed = plan.kernel == "norm_backward_streamed"
-    gradients = () if streamed else (_cpp(kind.dweight), _cpp(kind.dbias))
-    types = (
-        _norm(kind),
-        _cpp(kind.dx),
-        *gradients,
-        _cpp(kind.dout),
-        _cpp(kind.x),
-        _cpp(kind.dresidual_out),
-        _cpp(kind.weight, "Constant"),
-        _cpp(kind.valid_rows),
-    )
-    given_mean = kind.given_mean and kind.norm == "layer"
+    """The instantiation of the launch's kernel that computes `kind` by `plan`."""
+    dx, dweight, dbias = _cpp(kind.dx), _cpp(kind.dweight), _cpp(kind.dbias)
+    dout, x, dresidual_out = _cpp(kind.dout), _cpp(kind.x), _cpp(kind.dresidual_out)
+    weight, valid_rows = _cpp(kind.weight, "Constant"), _cpp(kind.valid_rows)
+    held = plan.vec_size * plan.vecs_per_thread * plan.threads_per_row * plan.cluster_size
+    full = held == hidden_size
+    before_weight = kind.cast == "before_weight"
+    given = (kind.given_mean and kind.norm == "layer", kind.given_rstd)
+    asynchronous = aligned and arch >= 80
+    types: tuple[str, ...]
     geometry: tuple[int, ...]
     flags: tuple[bool, ...]
-    if streamed:
+    if launch.kernel == "norm_backward_columns":
+        types = (dweight, dbias, dout, x, valid_rows)
+        geometry = (plan.vec_size, launch.block)
+        flags = (aligned, split_rows, before_weight)
+    elif launch.kernel == "norm_backward_streamed":
+        types = (dx, dout, x, dresidual_out, weight, valid_rows)
         geometry = (plan.vec_size, plan.threads_per_row, plan.cluster_size)
-        flags = (aligned, split_rows, given_mean, kind.given_rstd)
+        flags = (aligned, split_rows, *given)
     else:
+        types = (dx, dweight, dbias, dout, x, dresidual_out, weight, valid_rows)
         geometry = (
             plan.vec_size,
             plan.vecs_per_thread,
             plan.threads_per_row,
             launch.rows_per_block,
-            plan.cluster_size,
-            launch.stages,
         )
-        held = plan.vec_size * plan.vecs_per_thread * plan.threads_per_row * plan.cluster_size
-        flags = (
-            held == hidden_size,
-            aligned,
-            split_rows,
-            kind.cast == "before_weight",
-            given_mean,
-            kind.given_rstd,
-            aligned and arch >= 80,
-        )
+        if launch.kernel == "norm_backward_few":
+            geometry += (FEW_COLUMN_PACKS,)
+            flags = (full, aligned, split_rows, before_weight, asynchronous)
+        else:
+            geometry += (plan.cluster_size, launch.stages)
+            flags = (full, aligned, split_rows, before_weight, *given, asynchronous)
+    norm = "LAYER" if kind.norm == "layer" else "RMS"
     return Specialisation(
-        plan.kernel, (*types, *map(str, geometry), *map(_flag, flags), _MASKS[kind.masked])
-    )
-
-
-def specialise_columns(
-    kind: BackwardKind, plan: Plan, *, aligned: bool, split_rows: bool
-) -> Specialisation:
-    """The instantiation that sums dweight and dbias of streamed rows."""
-    return Specialisation(
-        "norm_backward_columns",
-        (
-            _norm(kind),
-            _cpp(kind.dweight),
-            _cpp(kind.dbias),
-            _cpp(kind.dout),
-            _cpp(kind.x),
-            _cpp(kind.valid_rows),
-            str(plan.vec_size),
-            str(COLUMN_THREADS),
-            _flag(aligned),
-            _flag(split_rows),
-            _flag(kind.cast == "before_weight"),
-            _MASKS[kind.masked],
-        ),
+        launch.kernel,
+        (norm, *types, *map(str, geometry), *map(_flag, flags), _MASKS[kind.masked]),
     )
 
 
@@ -335,10 +312,6 @@ def specialise_sum(kind: BackwardKind) -> Specialisation:
     """The instantiation that sums the parts of dweight and dbias."""
     types = (_cpp(kind.dweight), _cpp(kind.dbias), _cpp(kind.accumulation))
     return Specialisation("norm_backward_sum", types)
-
-
-def _norm(kind: BackwardKind) -> str:
-    return "LAYER" if kind.norm == "layer" else "RMS"
 
 
 def _cpp(dtype: str | None, absent: str = "Absent") -> str:

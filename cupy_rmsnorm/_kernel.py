@@ -142,6 +142,7 @@ PARAMETERS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "norm_forward_staged": FORWARD_PARAMETERS,
     "norm_forward_streamed": FORWARD_PARAMETERS,
     "norm_backward": BACKWARD_PARAMETERS,
+    "norm_backward_few": BACKWARD_PARAMETERS,
     "norm_backward_streamed": BACKWARD_PARAMETERS,
     "norm_backward_columns": BACKWARD_PARAMETERS,
     "norm_backward_sum": SUM_PARAMETERS,

@@ -26,8 +26,14 @@ BLOCK_THREADS = 256  # short rows share a block until it has this many threads
 THREADS_PER_SM = 512
 MAX_BLOCKS_PER_SM = 2  # bounds the workspace: parts of dweight are 2 * SMs at most
 MAX_STAGES = 4
+# Shared memory for statistics on their way and for the reduction's slots, beyond `_plan`'s reserve.
+EXTRA_RESERVE = 1024
 # Up to this many bytes of parts the last block sums them, else a launch of its own.
 LAST_BLOCK_BYTES = 256 * 1024
+# Up to so many rows an SM, blocks beside those of dx sum dweight and dbias from x and dout.
+FEW_ROWS_PER_SM = 2
+FEW_COLUMN_PACKS = 8  # packs of columns a block: 128 bytes of 16-bit rows
+FEW_ROOM = 8 * 1024  # bytes of shared memory for these blocks' sums
 STREAMED_THREADS = 512
 COLUMN_THREADS = 128
 SUM_THREADS = 256
@@ -38,13 +44,19 @@ SUM_COLUMNS = 32  # elements that one block of the sum takes at once
 class BackwardLaunch:
     """How the rows of one backward call are spread over blocks and how their bytes move."""
 
+    kernel: str
     grid: int
     block: int
-    shared_bytes: int
-    rows_per_block: int
-    stages: int  # groups of rows on their way to shared memory
-    parts: int  # blocks (clusters) that share the rows of one head, each with its own sums
-    last_block_sums: bool
+    shared_bytes: int = 0
+    rows_per_block: int = 1
+    stages: int = 1  # groups of rows on their way to shared memory
+    parts: int = 0  # blocks (clusters) that share the rows of one head, each with its own sums
+    last_block_sums: bool = False
+
+
+def ring_limit(arch: int) -> int:
+    """Bytes of shared memory that a ring of rows may take in one block."""
+    return shared_limit(arch) - EXTRA_RESERVE
 
 
 def choose_backward_plan(hidden_size: int, x_dtype: str, staged_itemsize: int, arch: int) -> Plan:
@@ -61,7 +73,7 @@ def choose_backward_plan(hidden_size: int, x_dtype: str, staged_itemsize: int, a
         share = -(-packs // cluster_size)
         threads = -(-share // (vecs * WARP)) * WARP
         shared_bytes = threads * vecs * vec_size * staged_itemsize
-        if threads > MAX_THREADS or shared_bytes > shared_limit(arch):
+        if threads > MAX_THREADS or shared_bytes > ring_limit(arch):
             continue
         if cluster_size == 1 or arch >= 90:
             vecs = -(-share // threads)
@@ -94,10 +106,13 @@ def choose_backward_launch(
         units -= units % GPU_PARTS
     parts = max(1, min(-(-positions // rows_per_block), units // heads))
     stage_bytes = block * plan.vecs_per_thread * plan.vec_size * staged_itemsize
-    stages = max(1, min(MAX_STAGES, shared_limit(arch) // blocks_per_sm // stage_bytes))
+    # Without asynchronous copies a row that is on its way holds up the one that is there.
+    most = MAX_STAGES if arch >= 80 else 1
+    stages = max(1, min(most, ring_limit(arch) // blocks_per_sm // stage_bytes))
     grid = parts * heads * plan.cluster_size
     assert grid <= MAX_GRID
     return BackwardLaunch(
+        "norm_backward",
         grid=grid,
         block=block,
         shared_bytes=stages * stage_bytes,
@@ -108,10 +123,29 @@ def choose_backward_launch(
     )
 
 
+def choose_few_launch(
+    plan: Plan, hidden_size: int, rows: int, staged_itemsize: int, arch: int, sm_count: int
+) -> BackwardLaunch | None:
+    """The launch of norm_backward_few; None if there are too many rows, or too long ones."""
+    threads = plan.threads_per_row
+    rows_per_block = max(1, BLOCK_THREADS // threads)
+    block = rows_per_block * threads
+    shared_bytes = block * plan.vecs_per_thread * plan.vec_size * staged_itemsize
+    if plan.cluster_size > 1 or plan.kernel != "norm_backward" or rows > FEW_ROWS_PER_SM * sm_count:
+        return None
+    if shared_bytes + FEW_ROOM > ring_limit(arch):
+        return None
+    parts = -(-rows // rows_per_block)
+    columns = -(-(hidden_size // plan.vec_size) // FEW_COLUMN_PACKS)
+    return BackwardLaunch(
+        "norm_backward_few", parts + columns, block, shared_bytes, rows_per_block, parts=parts
+    )
+
+
 def streamed_launch(plan: Plan, rows: int) -> BackwardLaunch:
     """The launch of rows that are streamed."""
     grid = rows * plan.cluster_size
-    return BackwardLaunch(grid, plan.threads_per_row, 0, 1, 1, 0, last_block_sums=False)
+    return BackwardLaunch("norm_backward_streamed", grid, plan.threads_per_row)
 
 
 def choose_columns_launch(
@@ -123,7 +157,7 @@ def choose_columns_launch(
     parts = max(1, min(rows // heads, -(-4 * sm_count // (chunks * heads)), 2 * sm_count))
     grid = chunks * heads * parts
     assert grid <= MAX_GRID
-    return BackwardLaunch(grid, COLUMN_THREADS, 0, 1, 1, parts, last_block_sums=False)
+    return BackwardLaunch("norm_backward_columns", grid, COLUMN_THREADS, parts=parts)
 
 
 def sum_grid(elements: int) -> int:

@@ -183,6 +183,30 @@ struct Factor {
     }
 };
 
+// Adds one row's terms of dweight and dbias for the pack at `element`, given its statistics.
+template <Norm NORM, bool CAST_BEFORE_WEIGHT, bool ALIGNED, bool SPLIT_ROWS, typename A,
+          int VEC_SIZE, typename DX, typename DW, typename DB, typename D, typename X, typename R,
+          typename W, typename V>
+__device__ __forceinline__ void add_column_terms(
+    A (&dweight)[VEC_SIZE], A (&dbias)[VEC_SIZE],
+    const BackwardArguments<DX, DW, DB, D, X, R, W, V>& arguments, long long row,
+    long long element) {
+    const BackwardRow<DX, D, X, R> at = backward_row<SPLIT_ROWS>(arguments, row, element);
+    Gradient<NORM, CAST_BEFORE_WEIGHT, X, A> gradient = {};
+    if constexpr (NORM == LAYER) gradient.mean = arguments.mean[row];
+    gradient.rstd = arguments.rstd[row];
+    Pack<X, VEC_SIZE> x;
+    Pack<D, VEC_SIZE> dout;
+    load_pack<KEEP, ALIGNED>(x, at.x);
+    load_pack<KEEP, ALIGNED>(dout, at.dout);
+#pragma unroll
+    for (int i = 0; i < VEC_SIZE; ++i) {
+        const A arriving = to_float(dout.data[i]);
+        dweight[i] = gradient.add_dweight(dweight[i], arriving, gradient.xhat(x.data[i]));
+        dbias[i] += arriving;
+    }
+}
+
 // Sums COUNT values at once over the THREADS_PER_ROW threads of a row and over the blocks of the
 // cluster, by one barrier each. Slots may be used again only after another barrier of the block
 // (of the cluster); `slots` needs COUNT * row_reduce_slots places, `cluster_slots` COUNT *

@@ -28,21 +28,8 @@ __global__ void __launch_bounds__(THREADS) norm_backward_columns(
     for (long long position = part; position < positions; position += arguments.parts) {
         const long long row = position * arguments.heads + head;
         if (!row_is_computed<MASK>(arguments, row)) continue;
-        const BackwardRow<Absent, D, X, Absent> at =
-            backward_row<SPLIT_ROWS>(arguments, row, pack * VEC_SIZE);
-        Gradient<NORM, CAST_BEFORE_WEIGHT, X, A> gradient = {};
-        if constexpr (NORM == LAYER) gradient.mean = arguments.mean[row];
-        gradient.rstd = arguments.rstd[row];
-        Pack<X, VEC_SIZE> x;
-        Pack<D, VEC_SIZE> dout;
-        load_pack<STREAM, ALIGNED>(x, at.x);
-        load_pack<STREAM, ALIGNED>(dout, at.dout);
-#pragma unroll
-        for (int i = 0; i < VEC_SIZE; ++i) {
-            const A arriving = to_float(dout.data[i]);
-            dweight[i] = gradient.add_dweight(dweight[i], arriving, gradient.xhat(x.data[i]));
-            dbias[i] += arriving;
-        }
+        add_column_terms<NORM, CAST_BEFORE_WEIGHT, ALIGNED, SPLIT_ROWS>(dweight, dbias, arguments,
+                                                                        row, pack * VEC_SIZE);
     }
 
     const long long element =

@@ -1,0 +1,300 @@
+// SPDX-License-Identifier: Apache-2.0
+// The rows of norm_backward and norm_backward_few.
+#pragma once
+
+#include "backward.cuh"
+
+// Computes the rows of one block (one block of a cluster), as norm_backward.cu describes it. DW and
+// DB may be Absent though the arguments have them.
+template <Norm NORM, typename DX, typename DW, typename DB, typename D, typename X, typename R,
+          typename W, int VEC_SIZE, int VECS_PER_THREAD, int THREADS_PER_ROW, int ROWS_PER_BLOCK,
+          int CLUSTER_SIZE, int STAGES, bool FULL, bool ALIGNED, bool SPLIT_ROWS,
+          bool CAST_BEFORE_WEIGHT, bool GIVEN_MEAN, bool GIVEN_RSTD, bool ASYNC, Mask MASK,
+          typename Arguments>
+__device__ __forceinline__ void backward_rows(const Arguments& arguments) {
+    using A = typename Accumulation<X>::type;
+    constexpr int BLOCK = THREADS_PER_ROW * ROWS_PER_BLOCK;
+    constexpr int PACKS = BLOCK * VECS_PER_THREAD;
+    constexpr int X_BYTES = PACKS * static_cast<int>(sizeof(Pack<X, VEC_SIZE>));
+    constexpr int DOUT_BYTES = PACKS * static_cast<int>(sizeof(Pack<D, VEC_SIZE>));
+    constexpr int DRESIDUAL_BYTES =
+        is_array<R> ? PACKS * static_cast<int>(sizeof(Pack<R, VEC_SIZE>)) : 0;
+    constexpr int STAGE_BYTES = X_BYTES + DOUT_BYTES + DRESIDUAL_BYTES;
+    constexpr bool HELD = is_held<X, D, R, W>(VECS_PER_THREAD * VEC_SIZE);
+    constexpr int HELD_VECS = HELD ? VECS_PER_THREAD : 1;
+    // The statistics of a row come by one lane of each warp, or of each row in it.
+    constexpr int LANES = THREADS_PER_ROW < 32 ? THREADS_PER_ROW : 32;
+    constexpr bool WANT_DX = is_array<DX>;
+    constexpr bool MEAN = NORM == LAYER && !GIVEN_MEAN;
+    // What is summed over a row, and where in `sums`.
+    constexpr int SQUARES = WANT_DX ? 1 : 0;
+    constexpr int G = SQUARES + !GIVEN_RSTD;
+    constexpr int SUMS = G + (NORM == LAYER && WANT_DX);
+    constexpr int SLOTS = row_reduce_slots(THREADS_PER_ROW, ROWS_PER_BLOCK);
+
+    extern __shared__ uint4 ring[];
+    __shared__ A staged_mean[STAGES][BLOCK / LANES];
+    __shared__ A staged_rstd[STAGES][BLOCK / LANES];
+    __shared__ A mean_slots[2][MEAN ? SLOTS : 1];
+    __shared__ A slots[2][SUMS > 0 ? SUMS * SLOTS : 1];
+    __shared__ A cluster_mean_slots[2][CLUSTER_SIZE];
+    __shared__ A cluster_slots[2][SUMS > 0 ? SUMS * CLUSTER_SIZE : 1];
+
+    const int rank = CLUSTER_SIZE == 1 ? 0 : static_cast<int>(cluster_rank());
+    const int thread = threadIdx.x % THREADS_PER_ROW;
+    const int row_in_block = threadIdx.x / THREADS_PER_ROW;
+    const long long unit = blockIdx.x / CLUSTER_SIZE;
+    const long long head = unit % arguments.heads;
+    const long long part = unit / arguments.heads;
+    const long long positions = arguments.rows / arguments.heads;
+    const long long step = arguments.parts * ROWS_PER_BLOCK;
+    const int packs = static_cast<int>(arguments.hidden_size / VEC_SIZE);
+    const int share = (packs + CLUSTER_SIZE - 1) / CLUSTER_SIZE;
+    const int begin = min(rank * share, packs);
+    const int end = min(begin + share, packs);
+    const A count = static_cast<A>(arguments.hidden_size);
+
+    const auto owns = [=](int vec) { return FULL || begin + thread + vec * THREADS_PER_ROW < end; };
+    // Where this thread's packs begin in a row, and how far they lie apart.
+    const int first_element = (begin + thread) * VEC_SIZE;
+    constexpr int APART = THREADS_PER_ROW * VEC_SIZE;
+    const auto row_of = [=](long long position) { return position * arguments.heads + head; };
+    const auto is_computed = [&](long long position) {
+        return position < positions && row_is_computed<MASK>(arguments, row_of(position));
+    };
+    const auto staged_x = [=](int stage, int vec) {
+        auto* const packs_of_x = reinterpret_cast<Pack<X, VEC_SIZE>*>(
+            reinterpret_cast<char*>(ring) + stage * STAGE_BYTES);
+        return packs_of_x + vec * BLOCK + threadIdx.x;
+    };
+    const auto staged_dout = [=](int stage, int vec) {
+        auto* const packs_of_dout = reinterpret_cast<Pack<D, VEC_SIZE>*>(
+            reinterpret_cast<char*>(ring) + stage * STAGE_BYTES + X_BYTES);
+        return packs_of_dout + vec * BLOCK + threadIdx.x;
+    };
+    const auto staged_dresidual_out = [=](int stage, int vec) {
+        auto* const packs_of_dresidual_out = reinterpret_cast<Pack<R, VEC_SIZE>*>(
+            reinterpret_cast<char*>(ring) + stage * STAGE_BYTES + X_BYTES + DOUT_BYTES);
+        return packs_of_dresidual_out + vec * BLOCK + threadIdx.x;
+    };
+
+    // Begins to bring this thread's packs of the row at `position`; always closes a group.
+    const auto bring_row = [&](int stage, long long position) {
+        if (is_computed(position)) {
+            const long long row = row_of(position);
+            const BackwardRow<DX, D, X, R> at =
+                backward_row<SPLIT_ROWS>(arguments, row, first_element);
+#pragma unroll
+            for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
+                if (!owns(vec)) continue;
+                bring_pack<ASYNC, ALIGNED>(staged_x(stage, vec), at.x + vec * APART);
+                bring_pack<ASYNC, ALIGNED>(staged_dout(stage, vec), at.dout + vec * APART);
+                if constexpr (is_array<R> && WANT_DX) {
+                    bring_pack<ASYNC, ALIGNED>(staged_dresidual_out(stage, vec),
+                                               at.dresidual_out + vec * APART);
+                }
+            }
+            if (threadIdx.x % LANES == 0) {
+                const int slot = threadIdx.x / LANES;
+                if constexpr (NORM == LAYER && GIVEN_MEAN) {
+                    bring_value<ASYNC>(&staged_mean[stage][slot], arguments.mean + row);
+                }
+                if constexpr (GIVEN_RSTD) {
+                    bring_value<ASYNC>(&staged_rstd[stage][slot], arguments.rstd + row);
+                }
+            }
+        }
+        if constexpr (ASYNC) copy_async_commit();
+    };
+
+    const long long first_position = part * ROWS_PER_BLOCK + row_in_block;
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage) bring_row(stage, first_position + stage * step);
+
+    const W* const own_weight =
+        arguments.weight + (is_array<W> ? head * arguments.hidden_size + first_element : 0);
+    Pack<W, VEC_SIZE> held_weight[HELD_VECS];
+    if constexpr (HELD && is_array<W>) {
+#pragma unroll
+        for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
+            if (owns(vec)) {
+                load_pack<KEEP, ALIGNED>(held_weight[HELD ? vec : 0], own_weight + vec * APART);
+            }
+        }
+    }
+    const Factor<A> factor = {arguments.weight_offset, arguments.weight_constant};
+    A dweight[is_array<DW> ? VECS_PER_THREAD : 1][VEC_SIZE] = {};
+    A dbias[is_array<DB> ? VECS_PER_THREAD : 1][VEC_SIZE] = {};
+
+    if constexpr (CLUSTER_SIZE > 1) {
+        cluster_barrier();  // every block of the cluster runs, so its slots may be written
+    }
+
+    int stage = 0;
+    int parity = 0;
+    for (long long first = part * ROWS_PER_BLOCK; first < positions; first += step) {
+        const long long position = first + row_in_block;
+        const bool computed = is_computed(position);
+        const auto holds = [=](int vec) { return computed && owns(vec); };
+
+        if constexpr (ASYNC) copy_async_wait<STAGES - 1>();
+        __syncwarp();  // the statistics that one lane brought are seen by its warp
+        const int statistics_slot = threadIdx.x / LANES;
+        Gradient<NORM, CAST_BEFORE_WEIGHT, X, A> gradient = {};
+        if (computed) {
+            if constexpr (NORM == LAYER && GIVEN_MEAN) {
+                gradient.mean = staged_mean[stage][statistics_slot];
+            }
+            if constexpr (GIVEN_RSTD) gradient.rstd = staged_rstd[stage][statistics_slot];
+        }
+
+        Pack<X, VEC_SIZE> held_x[HELD_VECS];
+        Pack<D, VEC_SIZE> held_dout[HELD_VECS];
+        Pack<R, VEC_SIZE> held_dresidual_out[HELD_VECS];
+        const auto load_staged = [&](int vec) {
+            const int at = HELD ? vec : 0;
+            load_pack<SHARED, true>(held_x[at], staged_x(stage, vec)->data);
+            load_pack<SHARED, true>(held_dout[at], staged_dout(stage, vec)->data);
+            if constexpr (is_array<R> && WANT_DX) {
+                load_pack<SHARED, true>(held_dresidual_out[at],
+                                        staged_dresidual_out(stage, vec)->data);
+            }
+            if constexpr (!HELD && is_array<W>) {
+                load_pack<KEEP, ALIGNED>(held_weight[at], own_weight + vec * APART);
+            }
+        };
+        if constexpr (HELD) {
+#pragma unroll
+            for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
+                if (holds(vec)) load_staged(vec);
+            }
+        }
+
+        if constexpr (MEAN) {
+            A sum[1] = {};
+#pragma unroll
+            for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
+                if (!holds(vec)) continue;
+                if constexpr (!HELD) load_staged(vec);
+                const Pack<X, VEC_SIZE>& x = held_x[HELD ? vec : 0];
+                A of_pack = to_float(x.data[0]);
+#pragma unroll
+                for (int i = 1; i < VEC_SIZE; ++i) of_pack += to_float(x.data[i]);
+                sum[0] += of_pack;
+            }
+            reduce_sums<THREADS_PER_ROW, CLUSTER_SIZE>(sum, mean_slots[parity],
+                                                       cluster_mean_slots[parity]);
+            gradient.mean = sum[0] / count;
+        }
+
+        A sums[SUMS > 0 ? SUMS : 1] = {};
+        if constexpr (SUMS > 0) {
+#pragma unroll
+            for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
+                if (!holds(vec)) continue;
+                if constexpr (!HELD) load_staged(vec);
+                const int at = HELD ? vec : 0;
+#pragma unroll
+                for (int i = 0; i < VEC_SIZE; ++i) {
+                    const A x = gradient.centered(held_x[at].data[i]);
+                    if constexpr (!GIVEN_RSTD) sums[SQUARES] = fma_rn(x, x, sums[SQUARES]);
+                    if constexpr (WANT_DX) {
+                        const A g = mul_rn(to_float(held_dout[at].data[i]),
+                                           factor(held_weight[at].data[i]));
+                        sums[0] = fma_rn(g, x, sums[0]);
+                        if constexpr (NORM == LAYER) sums[G] += g;
+                    }
+                }
+            }
+        }
+        if constexpr (HELD) {
+            __syncwarp();  // the statistics are read before the next ones overwrite them
+            bring_row(stage, position + STAGES * step);
+        }
+        if constexpr (SUMS > 0) {
+            reduce_sums<THREADS_PER_ROW, CLUSTER_SIZE>(sums, slots[parity], cluster_slots[parity]);
+            if constexpr (!GIVEN_RSTD) {
+                gradient.rstd = reciprocal_sqrt(sums[SQUARES] / count + arguments.eps);
+            }
+            if constexpr (WANT_DX) {
+                gradient.mean_g_xhat = mul_rn(sums[0] / count, gradient.rstd);
+                if constexpr (NORM == LAYER) gradient.mean_g = sums[G] / count;
+            }
+        }
+
+        BackwardRow<DX, D, X, R> at = {};
+        if (MASK == ALL_ROWS ? computed : position < positions) {
+            at = backward_row<SPLIT_ROWS>(arguments, row_of(position), first_element);
+        }
+#pragma unroll
+        for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
+            if (!holds(vec)) continue;
+            if constexpr (!HELD) load_staged(vec);
+            const int held = HELD ? vec : 0;
+            A dx[VEC_SIZE];
+#pragma unroll
+            for (int i = 0; i < VEC_SIZE; ++i) {
+                const A xhat = gradient.xhat(held_x[held].data[i]);
+                const A dout = to_float(held_dout[held].data[i]);
+                if constexpr (WANT_DX) {
+                    A dresidual_out = A(0);
+                    if constexpr (is_array<R>) {
+                        dresidual_out = to_float(held_dresidual_out[held].data[i]);
+                    }
+                    const A g = mul_rn(dout, factor(held_weight[held].data[i]));
+                    dx[i] = gradient.dx(g, xhat, dresidual_out);
+                }
+                if constexpr (is_array<DW>) {
+                    dweight[vec][i] = gradient.add_dweight(dweight[vec][i], dout, xhat);
+                }
+                if constexpr (is_array<DB>) dbias[vec][i] += dout;
+            }
+            if constexpr (WANT_DX) store_dx<ALIGNED>(at, vec * APART, dx);
+        }
+        if constexpr (MASK != ALL_ROWS && WANT_DX) {
+            if (!computed && position < positions) {
+                const A zeros[VEC_SIZE] = {};
+#pragma unroll 1
+                for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
+                    if (owns(vec)) store_dx<ALIGNED>(at, vec * APART, zeros);
+                }
+            }
+        }
+        if constexpr (!HELD) {
+            __syncwarp();  // the statistics are read before the next ones overwrite them
+            bring_row(stage, position + STAGES * step);
+        }
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+        parity ^= 1;
+    }
+    if constexpr (ASYNC) copy_async_wait<0>();
+
+    const long long elements = arguments.heads * arguments.hidden_size;
+    const long long offset = part * elements + head * arguments.hidden_size;
+    if constexpr (is_array<DW>) {
+        store_part<ROWS_PER_BLOCK>(arguments.dweight_parts + offset, dweight, begin, end, thread,
+                                   reinterpret_cast<A*>(ring));
+    }
+    if constexpr (is_array<DB>) {
+        store_part<ROWS_PER_BLOCK>(arguments.dbias_parts + offset, dbias, begin, end, thread,
+                                   reinterpret_cast<A*>(ring));
+    }
+    if constexpr (is_array<DW> || is_array<DB>) {
+        if (arguments.arrivals == nullptr) return;
+        if (!last_to_arrive(arguments.arrivals, arguments.call)) return;
+        constexpr int WIDTH = VEC_SIZE < 4 ? VEC_SIZE : 4;
+        constexpr int SLICES = BLOCK >= 256 ? 4 : 1;
+        auto* const sums = reinterpret_cast<Pack<A, WIDTH>*>(ring);
+        if constexpr (is_array<DW>) {
+            sum_parts<WIDTH, BLOCK / SLICES, SLICES>(arguments.dweight, arguments.dweight_parts,
+                                                     elements, arguments.parts, 0,
+                                                     BLOCK / SLICES * WIDTH, sums);
+        }
+        if constexpr (is_array<DB>) {
+            sum_parts<WIDTH, BLOCK / SLICES, SLICES>(arguments.dbias, arguments.dbias_parts,
+                                                     elements, arguments.parts, 0,
+                                                     BLOCK / SLICES * WIDTH, sums);
+        }
+        forget_arrivals(arguments.arrivals);
+    }
+}
