@@ -15,10 +15,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from benchmarks import instructions
 from cupy_rmsnorm import _kernel, _source, _study, variants
+from cupy_rmsnorm._dtypes import TABLE as DTYPES
 from cupy_rmsnorm._kernel import DeviceProperties
 from cupy_rmsnorm.variants import TABLE, Variant
-from tests import backends, compare, emulator, inputs, oracle
+from tests import backends, compare, compiled, emulator, inputs, oracle
 from tests.emulator import build
 from tests.test_emulated_kernels import EmulatorBackend
 
@@ -431,6 +433,26 @@ def test_the_table_and_the_sources_agree() -> None:
         for name in kernel.findall(path.read_text())
     }
     assert in_table == in_sources
+
+
+@pytest.mark.parametrize("arch", instructions.ARCHS)
+def test_every_variant_compiles(arch: int) -> None:
+    """Without spilled registers, and with 16-byte loads where the name promises one."""
+    pytest.importorskip("cupy")
+    wanted = {
+        instructions.instance(variant, size, arch)
+        for variant in TABLE
+        if variant.min_arch <= arch
+        for size in (sizes(variant)[0], sizes(variant)[-1])
+    }
+    found = instructions.compile_instances(wanted, arch)
+    assert set(found) == wanted
+    for (variant, arguments), counts in found.items():
+        assert counts["spill_bytes"] == 0, variant.name_expression(arguments)
+        wide = sum(n for code, n in counts["global_loads"].items() if ".128" in code)
+        whole = variant.vec_size * DTYPES[variant.dtype].itemsize == 16 and variant.loads == 1
+        if compiled.disassembler() is not None and variant.geometry is not variants._tiled:
+            assert bool(wide) == whole, variant.name_expression(arguments)
 
 
 def test_names_and_attributes() -> None:
