@@ -181,8 +181,6 @@ def check(got: np.ndarray, expected: oracle.Reference, what: str = "y") -> None:
 def test_kernel(row: kernels.ForwardRow, cupy: ModuleType, launches: Launches) -> None:
     """Every class of kernels: the oracle, the rounding order bit for bit, the guard zones."""
     properties = _kernel.device_properties(0)
-    if properties.arch < row.least_arch:
-        pytest.skip(f"needs compute capability {row.least_arch}, this GPU has {properties.arch}")
     backend = Cupy()
     row.run(backend)
     backend.verify()
@@ -192,8 +190,23 @@ def test_kernel(row: kernels.ForwardRow, cupy: ModuleType, launches: Launches) -
 
 @pytest.mark.parametrize("row", kernels.FORWARD[::9], ids=lambda row: row.name)
 def test_kernel_on_torch_tensors(row: kernels.ForwardRow, torch: ModuleType) -> None:
-    if _kernel.device_properties(0).arch < row.least_arch:
-        pytest.skip(f"needs compute capability {row.least_arch}")
+    backend = BACKENDS["torch-cuda"]()
+    row.run(backend)
+    backend.verify()
+
+
+@pytest.mark.parametrize("row", kernels.BACKWARD, ids=lambda row: row.name)
+def test_backward_kernels(row: kernels.BackwardRow, cupy: ModuleType, launches: Launches) -> None:
+    backend = Cupy()
+    row.run(backend)
+    backend.verify()
+    properties = _kernel.device_properties(0)
+    expected = row.specialisations(properties.arch, properties.sm_count)
+    assert launches.specialisations == list(expected)
+
+
+@pytest.mark.parametrize("row", kernels.BACKWARD[::9], ids=lambda row: row.name)
+def test_backward_kernels_on_torch_tensors(row: kernels.BackwardRow, torch: ModuleType) -> None:
     backend = BACKENDS["torch-cuda"]()
     row.run(backend)
     backend.verify()
@@ -363,6 +376,28 @@ def test_more_elements_than_32_bits_count(cupy: ModuleType, rows: int) -> None:
         cupy.get_default_memory_pool().free_all_blocks()
 
 
+@pytest.mark.large
+@pytest.mark.parametrize("rows", [524_289, 1_048_577], ids=["2**31", "2**32"])
+def test_more_gradients_than_32_bits_count(cupy: ModuleType, rows: int) -> None:
+    hidden_size = 4096
+    need_memory(cupy, 3 * 2 * rows * hidden_size)
+    x, dout, dx = (cupy.empty((rows, hidden_size), np.float16) for _ in range(3))
+    try:
+        for part in blocks_of_rows(rows):
+            x[part] = 1
+            dout[part, ::2] = 1
+            dout[part, 1::2] = -1
+            dx[part] = np.nan
+        dout[-1] *= 2
+        # xhat is 1 and the mean of dout * xhat is 0, so dx is dout.
+        cupy_rmsnorm.rms_norm_backward(dout, x, eps=0.0, dx_out=dx)
+        for part in blocks_of_rows(rows):
+            assert bool((dx[part] == dout[part]).all()), part
+    finally:
+        del x, dout, dx
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
 # Streams ------------------------------------------------------------------------------------------
 
 
@@ -411,6 +446,45 @@ def test_the_stream_of_x_s_library(cupy: ModuleType, torch: ModuleType, launches
             here.synchronize()
             check(here.backend.numpy(y), expected)
             assert launches.streams[-1] == here.handle
+
+
+@pytest.mark.parametrize("hidden_size", [96, 4096, 1_000_008])
+def test_backward_on_the_current_stream(side: Side, launches: Launches, hidden_size: int) -> None:
+    """Its workspace too is of that stream: kernels of two streams never share it."""
+    rows = 300 if hidden_size < 10_000 else 3
+    case = Case(
+        x=inputs.array((rows, hidden_size), "float16"),
+        weight=inputs.weight(hidden_size, "float32"),
+        eps=1e-6,
+    )
+    gradients = [
+        calls.Gradient(dout=inputs.array((rows, hidden_size), "float16", seed=seed))
+        for seed in (1, 2)
+    ]
+    x, weight = side.backend.input(case.x), side.backend.input(case.weight)
+    old, new = (side.backend.input(gradient.dout) for gradient in gradients)
+    dout = side.backend.output(gradients[0].dout.copy())
+    names = ("dx", "dweight", "dbias")
+    for repeat in range(4):
+        side.copy(dout, old)
+        side.backend.synchronize()
+        with side.current():
+            side.spin()
+            side.copy(dout, new)
+            results = cupy_rmsnorm.rms_norm_backward(dout, x, weight, eps=case.eps)
+            assert repeat < 2 or side.busy(), "the call waited for the GPU"
+        side.backend.poison(4 * rows * hidden_size)
+        # On the default stream at the same time, with the same shapes.
+        meanwhile = cupy_rmsnorm.rms_norm_backward(old, x, weight, eps=case.eps)
+        side.synchronize()
+        side.backend.synchronize()
+        for got, gradient in ((results, gradients[1]), (meanwhile, gradients[0])):
+            arrays = {
+                name: None if array is None else side.backend.numpy(array)
+                for name, array in zip(names, got, strict=True)
+            }
+            calls.check_backward(case, gradient, arrays)
+    assert set(launches.streams) == {0, side.handle}
 
 
 def test_the_null_stream(device: Backend, launches: Launches) -> None:
@@ -621,6 +695,33 @@ def graph_call(backend: Backend, hidden_size: int) -> tuple[Any, Any, Callable[[
         cupy_rmsnorm.layer_norm(residual_out, weight, out=out)
 
     return x, out, call
+
+
+@pytest.mark.parametrize("rows", [5, 300])
+@pytest.mark.parametrize("hidden_size", [96, 4096, 40_000])
+def test_torch_captures_backward(torch: ModuleType, rows: int, hidden_size: int) -> None:
+    """Its blocks find out which of them is the last; a replay must find it out again."""
+    backend = BACKENDS["torch-cuda"]()
+    x = backend.output(inputs.array((rows, hidden_size), "float16"))
+    dout = backend.input(inputs.array((rows, hidden_size), "float16", seed=1))
+    weight = backend.input(inputs.weight(hidden_size, "float32"))
+
+    def call() -> Any:
+        return cupy_rmsnorm.rms_norm_backward(dout, x, weight)[:2]
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for repeat in range(3):
+        x.copy_(backend.input(inputs.array((rows, hidden_size), "float16", seed=10 + repeat)))
+        for gradient in captured:
+            gradient.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        for name, got, expected in zip(("dx", "dweight"), captured, call(), strict=True):
+            compare.equal(backend.numpy(got), backend.numpy(expected), f"{name}, replay {repeat}")
 
 
 @pytest.mark.parametrize("hidden_size", [96, 4096, 40_000, 1_000_008])
