@@ -35,7 +35,6 @@ class Backend:
     name = "numpy"
     gpu = False
     negative_strides = True
-    thorough = True  # False: each new kernel costs a compilation, so a test walks fewer dtypes
 
     @staticmethod
     def running() -> AbstractContextManager[None]:
@@ -114,6 +113,10 @@ class Backend:
         """The values, as a NumPy array that later calls do not change."""
         assert isinstance(native, np.ndarray), f"expected an ndarray, got {type(native)}"
         return native.copy()
+
+    def fill(self, native: Any, value: float) -> None:
+        """Write one value into every element."""
+        native[...] = value
 
     def poison(self, nbytes: int) -> None:
         """Leave NaN in the memory that the library is likely to allocate next."""
@@ -222,6 +225,11 @@ class Emulator(Cupy):
 
         assert type(native) is cupy.ndarray, f"expected a cupy.ndarray, got {type(native)}"
         return emulator.to_numpy(native)
+
+    def fill(self, native: Any, value: float) -> None:
+        from tests import emulator
+
+        emulator.host_view(native)[...] = value
 
     def synchronize(self) -> None:
         """A launch returns when all is done."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 from collections.abc import Iterator
 
@@ -28,6 +29,28 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "sampled(n): the emulator, for which each kernel is compiled anew, runs every n-th case; "
+        "tests/kernels.py is what it walks in full",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out, seen = [], collections.Counter[str]()
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is not None and "[emulator" in item.name:
+            test = item.nodeid.split("[")[0]
+            if seen[test] % mark.args[0]:
+                left_out.append(item)
+            seen[test] += 1
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
 @pytest.fixture(
     params=[
         pytest.param(name, marks=pytest.mark.gpu if cls.gpu else ())
@@ -44,3 +67,11 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         yield made
         made.synchronize()
         made.verify()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Why tests were skipped, a line a reason; pytest's own list has one a place."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = collections.Counter(str(report.longrepr[2]) for report in skipped)
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} {reason}")

@@ -44,6 +44,7 @@ def saved(backend: Backend, case: Case) -> dict[str, np.ndarray]:
     return {name: results[name] for name in ("mean", "rstd") if name in results}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(("x", "weight", "dout"), [*itertools.product(NARROW, NARROW, NARROW)])
 def test_dtypes_mix(backend: Backend, norm: str, x: str, weight: str, dout: str) -> None:
@@ -63,6 +64,7 @@ def test_float64_throughout(backend: Backend, norm: str) -> None:
     run(backend, case, gradient((7, 72), "float64", **saved(backend, case)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("hidden_size", inputs.HIDDEN_SIZES)
 def test_every_hidden_size(backend: Backend, norm: str, hidden_size: int) -> None:
@@ -72,6 +74,7 @@ def test_every_hidden_size(backend: Backend, norm: str, hidden_size: int) -> Non
     run(backend, case, gradient(shape, dtype))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("rows", inputs.ROWS)
 def test_every_row_count(backend: Backend, rows: int) -> None:
     shape = (rows, 24)
@@ -81,6 +84,7 @@ def test_every_row_count(backend: Backend, rows: int) -> None:
     run(backend, case.but(weight=case.weight.astype(np.float32)), given)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", oracle.DTYPES)
 @pytest.mark.parametrize("kind", inputs.KINDS)
@@ -90,6 +94,7 @@ def test_hard_values(backend: Backend, norm: str, dtype: str, kind: str) -> None
     run(backend, case.but(weight=None, bias=None), gradient((5, 257), dtype))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", oracle.DTYPES)
 @pytest.mark.parametrize("cast", ["once", "before_weight"])
@@ -172,6 +177,7 @@ def test_dresidual_has_its_own_dtype(backend: Backend, norm: str, residual: str,
     assert got["dresidual"].dtype.name == residual
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("need_dx", [True, False])
 @pytest.mark.parametrize("need_dweight", [True, False])
@@ -193,6 +199,7 @@ def test_only_what_is_needed(
         run(backend, case, given)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("weight", NARROW)
 @pytest.mark.parametrize("dweight", NARROW)
@@ -241,6 +248,7 @@ def gradients_of_odd_layout() -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("layout", gradients_of_odd_layout())
 def test_layouts_of_dout_change_no_bit(backend: Backend, norm: str, layout: str) -> None:
@@ -267,6 +275,7 @@ def test_layouts_of_dout_change_no_bit(backend: Backend, norm: str, layout: str)
     same(got, expected, "into dx")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("layout", inputs.LAYOUTS)
 def test_layouts_change_no_bit(backend: Backend, norm: str, layout: str) -> None:
@@ -291,6 +300,7 @@ def test_layouts_change_no_bit(backend: Backend, norm: str, layout: str) -> None
     same(run(backend, case.but(**laid), given_laid, **outputs), expected, f"all {layout}")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(("dtype", "hidden_size"), [("bfloat16", 2048), ("float32", 257)])
 def test_dx_does_not_know_its_batch(
@@ -317,6 +327,7 @@ def test_repeats_are_equal(backend: Backend, norm: str, shape: tuple[int, ...]) 
         same(backward(backend, case, given), expected, "in a repeat")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("layout", ["contiguous", "row_gap_3", "inner_2"])
 @pytest.mark.parametrize("added", [False, True])

@@ -61,6 +61,7 @@ def same(got: dict[str, np.ndarray], expected: dict[str, np.ndarray], what: str)
 
 # Which dtypes may meet: with three dtypes a place, 27 cases hold every triple of x, weight and out,
 # and every pair with bias and residual.
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(("x", "weight", "out"), [*itertools.product(NARROW, NARROW, NARROW)])
 def test_dtypes_mix(backend: Backend, norm: str, x: str, weight: str, out: str) -> None:
@@ -84,6 +85,7 @@ def test_float64_throughout(backend: Backend, norm: str) -> None:
     run(backend, full_case((2, 513), "float64", norm=norm, kind="offset"))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("hidden_size", inputs.HIDDEN_SIZES)
 def test_every_hidden_size(backend: Backend, norm: str, hidden_size: int) -> None:
@@ -95,6 +97,7 @@ def test_every_hidden_size(backend: Backend, norm: str, hidden_size: int) -> Non
     run(backend, full_case((3, hidden_size), dtype, kind="row_tagged", norm=norm, eps=eps))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("rows", inputs.ROWS)
 @pytest.mark.parametrize("hidden_size", [8, 65])
 def test_every_row_count(backend: Backend, rows: int, hidden_size: int) -> None:
@@ -103,6 +106,7 @@ def test_every_row_count(backend: Backend, rows: int, hidden_size: int) -> None:
     run(backend, full_case((rows, hidden_size), dtype, kind="row_tagged", norm=norm))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", oracle.DTYPES)
 @pytest.mark.parametrize("kind", inputs.KINDS)
@@ -112,6 +116,7 @@ def test_hard_values(backend: Backend, norm: str, dtype: str, kind: str) -> None
     run(backend, case.but(weight=None, bias=None, eps=1e-3))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", oracle.DTYPES)
 @pytest.mark.parametrize("cast", ["once", "before_weight"])
@@ -196,6 +201,7 @@ def test_a_weight_for_each_head(
         compare.equal(run(backend, part)["y"], got["y"][alone], f"head {head}")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("layout", inputs.LAYOUTS)
@@ -246,6 +252,7 @@ def test_alignment_changes_no_bit(backend: Backend, hidden_size: int) -> None:
         same(run(backend, everything, **into), expected, f"all around {offset}")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(("dtype", "hidden_size"), [("bfloat16", 4096), ("float32", 257)])
 def test_a_row_does_not_know_its_batch(
@@ -270,6 +277,7 @@ def test_repeats_are_equal(backend: Backend, norm: str) -> None:
         same(forward(backend, case, statistics=True), expected, "in a repeat")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("residual", [None, "float32"])
 @pytest.mark.parametrize("dtype", oracle.DTYPES)
@@ -291,6 +299,7 @@ def test_new_given_and_statistics_agree(
     same(given, {name: expected[name] for name in given}, "into y alone")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("layout", ["contiguous", "row_gap_3", "inner_2", "transposed"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -352,7 +361,7 @@ def test_bound_functions_are_the_functions(backend: Backend, norm: str) -> None:
     assert bound(backend.input(case.x), out=out) is out
     compare.equal(backend.numpy(out), expected)
     # The weight is read at each call, not kept.
-    weight[...] = 2
+    backend.fill(weight, 2)
     twos = case.but(weight=np.full(96, 2, np.float32))
     check_forward(twos, {"y": backend.numpy(bound(backend.input(case.x)))})
 

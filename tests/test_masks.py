@@ -56,6 +56,7 @@ def masked_case(mask: dict[str, np.ndarray], **changes: Any) -> Case:
     return case.but(x=inputs.lay(case.x, "row_gap_3"))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("masked", ["keep", "zero"])
 @pytest.mark.parametrize("mask", MASKS)
@@ -118,6 +119,7 @@ def test_with_a_weight_for_each_head(backend: Backend, norm: str) -> None:
     check_forward(case, forward(backend, case, statistics=True))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("masked", ["keep", "zero"])
 @pytest.mark.parametrize("mask", MASKS)
