@@ -37,14 +37,19 @@ __device__ __forceinline__ void store_column_sums(T* out, A (&sums)[VEC_SIZE], i
     __syncthreads();  // the room is read before the next sums overwrite it
 }
 
-// Two blocks of an SM at once where registers suffice: one of dx beside one of dweight.
+// Blocks of an SM for __launch_bounds__: two where registers suffice, one of dx beside one of
+// dweight.
+template <Norm NORM, typename X>
+__host__ __device__ constexpr int few_blocks(int elements) {
+    return NORM == RMS && elements * sizeof(X) <= 32 ? 2 : 0;
+}
+
 template <Norm NORM, typename DX, typename DW, typename DB, typename D, typename X, typename R,
           typename W, typename V, int VEC_SIZE, int VECS_PER_THREAD, int THREADS_PER_ROW,
           int ROWS_PER_BLOCK, int COLUMNS, bool FULL, bool ALIGNED, bool SPLIT_ROWS,
           bool CAST_BEFORE_WEIGHT, bool ASYNC, Mask MASK>
 __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK,
-                                  NORM == RMS && VECS_PER_THREAD * VEC_SIZE * sizeof(X) <= 32 ? 2
-                                                                                              : 0)
+                                  few_blocks<NORM, X>(VECS_PER_THREAD* VEC_SIZE))
     norm_backward_few(const BackwardArguments<DX, DW, DB, D, X, R, W, V> arguments) {
     using A = typename Accumulation<X>::type;
     constexpr int BLOCK = THREADS_PER_ROW * ROWS_PER_BLOCK;
