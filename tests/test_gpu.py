@@ -753,6 +753,7 @@ def test_torch_captures_a_graph(torch: ModuleType, hidden_size: int) -> None:
     backend = BACKENDS["torch-cuda"]()
     x, out, call = graph_call(backend, hidden_size)
     call()
+    cupy_rmsnorm.rms_norm(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
