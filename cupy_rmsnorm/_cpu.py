@@ -769,7 +769,8 @@ def forward(call: Forward) -> None:
 def backward(call: Backward) -> None:
     """Compute a checked backward call into its outputs."""
     if call.rows:
-        _Backward(call)()
+        with np.errstate(all="ignore"):  # the sums of all threads are joined and rounded here
+            _Backward(call)()
         return
     for gradient in (call.dweight, call.dbias):
         if gradient is not None:
