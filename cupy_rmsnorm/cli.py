@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from . import __version__, _bench, _info, layer_norm, rms_norm
+from . import __version__, _bench, _info, _study, layer_norm, rms_norm
 from ._dtypes import ROW_DTYPES, numpy_dtype
 
 Rows = list[tuple[str, str]]  # label and value, a line each
@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         help="auto: the GPU if it can be used (default)",
     )
     demo.set_defaults(run=run_demo)
+    _study.add_parser(commands).set_defaults(run=run_study)
     return parser
 
 
@@ -109,6 +110,14 @@ def run_info(args: argparse.Namespace) -> int:
     if reason:
         print(f"The GPU is not used: {reason}")
     return 0
+
+
+def run_study(args: argparse.Namespace) -> int:
+    """Measure every study kernel."""
+    try:
+        return _study.run(args, Progress)
+    except _study.StudyError as error:
+        raise UsageError(str(error)) from error
 
 
 @dataclass
