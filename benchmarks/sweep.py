@@ -24,6 +24,8 @@ from cupy_rmsnorm._cuda import ForwardKind
 from cupy_rmsnorm._dtypes import TABLE, numpy_dtype
 from cupy_rmsnorm._plan import Plan
 
+SM_COUNT = 132  # of an H200
+
 # (operation, dtype, rows, hidden_size)
 SHAPES = [
     ("rms_norm", "bfloat16", 131072, 64),
@@ -83,9 +85,7 @@ def candidate_plans(kind: ForwardKind, hidden_size: int) -> list[Plan]:
     plans = []
     for vecs in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16):
         threads = -(-packs // vecs)
-        threads = (
-            1 << (threads - 1).bit_length() if threads <= 32 else _plan._round_up(threads, 32)
-        )
+        threads = 1 << (threads - 1).bit_length() if threads <= 32 else _plan._round_up(threads, 32)
         if threads > 1024 or vecs * vec_size > 64 or (vecs > 1 and threads < 4):
             continue
         if threads * vecs * vec_size > 1.34 * hidden_size or threads * vecs * vec_size > 32768:
@@ -99,57 +99,21 @@ def candidate_plans(kind: ForwardKind, hidden_size: int) -> list[Plan]:
                 vecs = -(-share // threads)
                 shared = vecs * threads * vec_size * kind.staged_itemsize
                 if shared <= _plan.shared_limit(90) and 2 <= vecs <= 16:
-                    for early in (True,) if vecs <= 4 else (True, False):
-                        plans.append(
-                            Plan(
-                                "norm_forward_staged",
-                                vec_size,
-                                vecs,
-                                threads,
-                                cluster_size,
-                                early_weight=early,
-                            )
-                        )
+                    plans.append(Plan("norm_forward_staged", vec_size, vecs, threads, cluster_size))
     return plans
 
 
-HINTS = ("STREAM", "PLAIN")
-
-
 def candidate_launches(plan: Plan, kind: ForwardKind, rows: int) -> list[_plan.Launch]:
-    launches: list[_plan.Launch] = []
+    """The library's own launch of longer rows; short rows share blocks of several sizes."""
     if plan.kernel != "norm_forward":
-        row_bytes = plan.vec_size * plan.vecs_per_thread * plan.threads_per_row
-        row_bytes *= kind.staged_itemsize
-        for stages in (1, 2):
-            shared = stages * row_bytes
-            for blocks_per_sm in (0, 1, 2, 3, 4, 6):
-                if stages == 2 and blocks_per_sm == 0:
-                    continue
-                room = blocks_per_sm * (shared + 1024) <= 227 * 1024
-                if not room or shared > _plan.shared_limit(90):
-                    continue
-                if blocks_per_sm * plan.threads_per_row > 1536:
-                    continue
-                if blocks_per_sm and blocks_per_sm * shared < 60 * 1024:
-                    continue
-                clusters = 132 * blocks_per_sm // plan.cluster_size or rows
-                grid = min(clusters, rows) * plan.cluster_size
-                for hint in HINTS:
-                    launches.append(
-                        _plan.Launch(grid, plan.threads_per_row, shared, 1, stages, hint)
-                    )
-        return launches
+        return [_plan.choose_launch(plan, rows, kind.staged_itemsize, SM_COUNT)]
+    launches: list[_plan.Launch] = []
     for block in (32, 64, 128, 256, 512):
-        rows_per_block = block // plan.threads_per_row
-        if rows_per_block >= 1 or not launches:
-            rows_per_block = max(1, rows_per_block)
-            threads = plan.threads_per_row * rows_per_block
+        rows_per_block = max(1, block // plan.threads_per_row)
+        threads = plan.threads_per_row * rows_per_block
+        if threads % 32 == 0 and (not launches or launches[-1].block != threads):
             grid = -(-rows // rows_per_block)
-            if threads % 32 == 0 and (not launches or launches[-1].block != threads):
-                launches += [
-                    _plan.Launch(grid, threads, 0, rows_per_block, 0, hint) for hint in HINTS
-                ]
+            launches.append(_plan.Launch(grid, threads, 0, rows_per_block))
     return launches
 
 
@@ -248,9 +212,7 @@ def sweep(op: str, dtype: str, rows: int, hidden_size: int, rounds: int) -> list
         assert error < 1e-2, (op, plan, launch, error)
         name = f"{plan} {launch}"
         candidates[name], found[name] = call, (plan, launch)
-    times = _bench.race(
-        candidates, nbytes=buffers.nbytes, placements=buffers.count, rounds=rounds
-    )
+    times = _bench.race(candidates, nbytes=buffers.nbytes, placements=buffers.count, rounds=rounds)
     copy = times.pop("copy")
     shape = {"op": op, "dtype": dtype, "rows": rows, "hidden_size": hidden_size}
     result = [{**shape, "impl": "copy", "us": copy * 1e6, "ratio": 1.0}]
@@ -264,9 +226,6 @@ def sweep(op: str, dtype: str, rows: int, hidden_size: int, rounds: int) -> list
                 "ratio": round(copy / seconds, 4),
                 **dataclasses.asdict(plan),
                 "rows_per_block": launch.rows_per_block,
-                "stages": launch.stages,
-                "grid": launch.grid,
-                "hint": launch.hint,
             }
         )
     return result
@@ -295,8 +254,7 @@ def main() -> None:
             print(
                 f"   {row['us']:8.2f} us {row['ratio']:.3f} {row['kernel']} "
                 f"{row['threads_per_row']}x{row['vecs_per_thread']} cluster {row['cluster_size']} "
-                f"rows {row['rows_per_block']} early {row['early_weight']} "
-                f"stages {row['stages']} grid {row['grid']} {row['hint']}",
+                f"rows {row['rows_per_block']} early {row['early_weight']}",
                 flush=True,
             )
         if options.json:

@@ -82,7 +82,7 @@ def forward(call: Forward) -> None:
         )
         device = call.space.device.index
         properties = _kernel.device_properties(device)
-        plan = choose_plan(call.hidden_size, kind.x, kind.residual, properties.arch)
+        plan = choose_plan(kind.norm, call.hidden_size, kind.x, kind.residual, properties.arch)
         launch = choose_launch(plan, call.rows, kind.staged_itemsize, properties.sm_count)
         specialisation = specialise_forward(
             kind,
@@ -177,18 +177,16 @@ def specialise_forward(
             plan.vecs_per_thread,
             plan.threads_per_row,
             plan.cluster_size,
-            launch.stages,
         )
         pack_bytes = plan.vec_size * TABLE[kind.x].itemsize
         asynchronous = aligned and arch >= 80 and pack_bytes % VECTOR_BYTES == 0
-        flags = (full, aligned, split_rows, before_weight, plan.early_weight, asynchronous)
+        flags = (full, aligned, split_rows, before_weight, asynchronous)
     else:
         geometry = (plan.vec_size, plan.threads_per_row, plan.cluster_size)
         flags = (aligned, split_rows, before_weight)
-    hints = () if plan.kernel == "norm_forward_streamed" else (launch.hint,)
     return Specialisation(
         plan.kernel,
-        (*types, *map(str, geometry), *map(flag, flags), *hints, _MASKS[kind.masked]),
+        (*types, *map(str, geometry), *map(flag, flags), _MASKS[kind.masked]),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ._call import Norm
 from ._dtypes import TABLE
 
 VECTOR_BYTES = 16  # the widest load of a thread that every architecture has
@@ -17,16 +18,29 @@ WARP = 32
 MAX_THREADS = 1024
 MAX_GRID = 2**31 - 1
 
-# Rows up to this many bytes of x are held in registers; longer ones are staged in shared memory.
-REGISTER_ROW_BYTES = 32 * 1024
+# The thresholds below were read off benchmarks/results/sweep.json (H200).
+# Rows up to this many bytes of x are held in registers; longer ones are staged in shared memory:
+# at 64 KB registers reach 0.97 of the copy where shared memory reaches 0.966, at 128 KB a block has
+# too few registers.
+REGISTER_ROW_BYTES = 64 * 1024
 # A thread holds at most this many elements of a row in registers.
 MAX_HELD_ELEMENTS = 64
-# (packs of a row up to, vectors a thread aimed at): the first line that fits decides.
-VECS_PER_THREAD = ((32, 1), (64, 2), (128, 4), (288, 2), (384, 3), (512, 2), (2048, 4), (4096, 8))
+# (packs of a row up to, vectors a thread aimed at): the first line that fits decides. LayerNorm's
+# second reduction favours rows that one warp holds.
+VECS_PER_THREAD = {
+    "rms": ((8, 1), (32, 2), (64, 1), (128, 4), (288, 2), (400, 3), (512, 2), (2048, 4), (4096, 8)),
+    "layer": ((8, 1), (64, 2), (128, 4), (288, 2), (400, 3), (2048, 4), (4096, 8)),
+}
+# Rows that vector loads do not divide move by narrow packs, many a thread.
+NARROW_VECS_PER_THREAD = 16
+NARROW_PACKS = 1024
+# From this many packs on the weight is loaded after the sum: before, it would take the registers of
+# other rows.
+LATE_WEIGHT_PACKS = 2049
 # (bytes of a staged row up to, blocks a cluster): the first line that fits decides.
-CLUSTER_SIZES = ((32 * 1024, 1), (64 * 1024, 2), (128 * 1024, 4))
+CLUSTER_SIZES = ((128 * 1024, 1), (256 * 1024, 4))
 MAX_CLUSTER_SIZE = 8  # the largest that every architecture with clusters grants
-STAGED_VECS_PER_THREAD = 8
+STAGED_VECS_PER_THREAD = 16
 MAX_STAGED_VECS_PER_THREAD = 32
 STREAMED_THREADS = 512
 # Short rows share a block until it has this many threads.
@@ -50,14 +64,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How the rows of one call are spread over blocks and how their bytes move."""
+    """How the rows of one call are spread over blocks."""
 
     grid: int
     block: int
     shared_bytes: int
     rows_per_block: int
-    stages: int = 0  # rows that a staged block holds at once: 2 fetches one ahead
-    hint: str = "STREAM"  # how rows treat the caches: STREAM evicts them first, PLAIN does not
 
 
 def shared_limit(arch: int) -> int:
@@ -74,38 +86,41 @@ def vector_size(hidden_size: int, itemsize: int) -> int:
     return size
 
 
-def choose_plan(hidden_size: int, x_dtype: str, residual_dtype: str | None, arch: int) -> Plan:
+def choose_plan(
+    norm: Norm, hidden_size: int, x_dtype: str, residual_dtype: str | None, arch: int
+) -> Plan:
     """The plan of a forward row."""
     itemsize = TABLE[x_dtype].itemsize
     vec_size = vector_size(hidden_size, itemsize)
     packs = hidden_size // vec_size
     if hidden_size * itemsize <= REGISTER_ROW_BYTES:
-        return Plan("norm_forward", vec_size, *_register_geometry(packs, vec_size))
+        return _register_plan(norm, packs, vec_size, narrow=vec_size * itemsize < VECTOR_BYTES)
     staged_itemsize = itemsize + (TABLE[residual_dtype].itemsize if residual_dtype else 0)
-    staged = _staged_plan(packs, vec_size, hidden_size * itemsize, staged_itemsize, arch)
+    staged = _staged_plan(packs, vec_size, staged_itemsize, arch)
     if staged is not None:
         return staged
     cluster_size = MAX_CLUSTER_SIZE if arch >= 90 else 1
     return Plan("norm_forward_streamed", vec_size, 0, STREAMED_THREADS, cluster_size)
 
 
-def _register_geometry(packs: int, vec_size: int) -> tuple[int, int]:
-    """(vectors a thread, threads a row)."""
-    if packs <= WARP:
-        return 1, _ceil_power_of_two(packs)
-    aim = next((vecs for limit, vecs in VECS_PER_THREAD if packs <= limit), 8)
-    threads = min(_round_up(-(-packs // aim), WARP), MAX_THREADS)
+def _register_plan(norm: Norm, packs: int, vec_size: int, narrow: bool) -> Plan:
+    aim = next((vecs for limit, vecs in VECS_PER_THREAD[norm] if packs <= limit), 8)
+    if narrow and packs > NARROW_PACKS:
+        aim = NARROW_VECS_PER_THREAD
+    threads = -(-packs // aim)
+    threads = _ceil_power_of_two(threads) if threads <= WARP else _round_up(threads, WARP)
+    threads = min(threads, MAX_THREADS)
     vecs_per_thread = -(-packs // threads)
     assert vecs_per_thread * vec_size <= MAX_HELD_ELEMENTS
-    return vecs_per_thread, threads
+    late_weight = packs >= LATE_WEIGHT_PACKS
+    return Plan("norm_forward", vec_size, vecs_per_thread, threads, early_weight=not late_weight)
 
 
-def _staged_plan(
-    packs: int, vec_size: int, row_bytes: int, staged_itemsize: int, arch: int
-) -> Plan | None:
+def _staged_plan(packs: int, vec_size: int, staged_itemsize: int, arch: int) -> Plan | None:
     cluster_size = 1
     if arch >= 90:
-        sizes = (size for limit, size in CLUSTER_SIZES if row_bytes <= limit)
+        staged_bytes = packs * vec_size * staged_itemsize
+        sizes = (size for limit, size in CLUSTER_SIZES if staged_bytes <= limit)
         cluster_size = next(sizes, MAX_CLUSTER_SIZE)
     share = -(-packs // cluster_size)
     threads = 256
@@ -123,7 +138,7 @@ def choose_launch(plan: Plan, rows: int, staged_itemsize: int, sm_count: int) ->
     threads = plan.threads_per_row
     if plan.kernel != "norm_forward":
         shared_bytes = plan.vecs_per_thread * threads * plan.vec_size * staged_itemsize
-        return Launch(rows * plan.cluster_size, threads, shared_bytes, 1, stages=1)
+        return Launch(rows * plan.cluster_size, threads, shared_bytes, 1)
     rows_per_block = max(1, BLOCK_THREADS // threads)
     if -(-rows // rows_per_block) < sm_count:  # too few blocks for the SMs: spread the rows
         rows_per_block = max(1, WARP // threads)

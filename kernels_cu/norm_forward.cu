@@ -13,8 +13,7 @@
 
 template <Norm NORM, typename Y, typename X, typename R, typename W, typename B, typename V,
           int VEC_SIZE, int VECS_PER_THREAD, int THREADS_PER_ROW, int ROWS_PER_BLOCK, bool FULL,
-          bool ALIGNED, bool SPLIT_ROWS, bool CAST_BEFORE_WEIGHT, bool EARLY_WEIGHT, Hint HINT,
-          Mask MASK>
+          bool ALIGNED, bool SPLIT_ROWS, bool CAST_BEFORE_WEIGHT, bool EARLY_WEIGHT, Mask MASK>
 __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK)
     norm_forward(const ForwardArguments<Y, X, R, W, B, V> arguments) {
     using A = typename Accumulation<X>::type;
@@ -62,9 +61,9 @@ __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK)
 #pragma unroll
         for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
             if (!holds(vec)) continue;
-            load_pack<HINT, ALIGNED>(x[vec], at.x + element_of(vec));
+            load_pack<STREAM, ALIGNED>(x[vec], at.x + element_of(vec));
             if constexpr (is_array<R>) {
-                load_pack<HINT, ALIGNED>(residual[vec], at.residual + element_of(vec));
+                load_pack<STREAM, ALIGNED>(residual[vec], at.residual + element_of(vec));
             }
         }
         if constexpr (EARLY_WEIGHT) {
@@ -81,7 +80,7 @@ __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK)
                 Pack<R, VEC_SIZE> residual_out;
                 held_values(values, vec);
                 round_pack(residual_out, values);
-                store_pack<ALIGNED, HINT>(at.residual_out + element_of(vec), residual_out);
+                store_pack<ALIGNED>(at.residual_out + element_of(vec), residual_out);
             }
         }
 
@@ -112,7 +111,8 @@ __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK)
             reciprocal_sqrt(squares / static_cast<A>(arguments.hidden_size) + arguments.eps);
         if (computed && thread == 0) store_statistics<NORM>(arguments, row, mean, rstd);
         const Normalise<NORM, CAST_BEFORE_WEIGHT, X, A> normalise = {
-            mean, rstd, arguments.weight_offset, arguments.weight_constant, arguments.bias_constant};
+            mean, rstd, arguments.weight_offset, arguments.weight_constant,
+            arguments.bias_constant};
 #pragma unroll
         for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
             if (!holds(vec)) continue;
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK)
             Pack<Y, VEC_SIZE> y;
             held_values(values, vec);
             normalise(y, values, weight[vec], bias[vec]);
-            store_pack<ALIGNED, HINT>(at.y + element_of(vec), y);
+            store_pack<ALIGNED>(at.y + element_of(vec), y);
         }
         if constexpr (MASK == ZERO_OTHERS) {
             if (!computed && row < arguments.rows) {

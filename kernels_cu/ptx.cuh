@@ -60,8 +60,8 @@ __device__ __forceinline__ void copy_async_wait() {
 #endif
 }
 
-// The same for a count that is a constant once its loop is unrolled; above 7 it waits for a few more
-// groups than it has to.
+// The same for a count that is a constant once its loop is unrolled; above 7 it waits for a few
+// more groups than it has to.
 __device__ __forceinline__ void copy_async_wait_for(int pending) {
     switch (pending) {
         case 0: return copy_async_wait<0>();
@@ -146,12 +146,29 @@ __device__ __forceinline__ unsigned cluster_rank() {
 #endif
 }
 
+// The two halves of a barrier over the cluster that orders no memory: after the wait every block of
+// the cluster has begun to run, and not more.
+__device__ __forceinline__ void cluster_arrive() {
+#if defined(__CUDACC__)
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;");
+#endif
+}
+
+__device__ __forceinline__ void cluster_wait() {
+#if defined(__CUDACC__)
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#else
+    emulator_cluster_arrive_wait();
+#endif
+}
+
 // Barrier over the cluster: what each block wrote to shared memory before it is seen by all after.
 __device__ __forceinline__ void cluster_barrier() {
 #if defined(__CUDACC__)
     asm volatile(
         "barrier.cluster.arrive.release.aligned;\n"
-        "barrier.cluster.wait.acquire.aligned;" ::: "memory");
+        "barrier.cluster.wait.acquire.aligned;" ::
+            : "memory");
 #else
     emulator_cluster_arrive_wait();
 #endif

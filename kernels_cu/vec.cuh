@@ -38,7 +38,6 @@ struct alignas(word_bytes(sizeof(T) * VEC_SIZE)) Pack {
 enum Hint {
     KEEP,    // global memory that other blocks read too: weights, bias
     STREAM,  // global memory that is touched once: evict first
-    PLAIN,   // global memory, as the caches see fit
     SHARED,  // shared memory
     FRESH,   // global memory that other blocks of this launch wrote
 };
@@ -68,7 +67,7 @@ __device__ __forceinline__ void load_pack(Pack<T, VEC_SIZE>& pack, const T* sour
     }
 }
 
-template <bool ALIGNED, Hint HINT = STREAM, typename T, int VEC_SIZE>
+template <bool ALIGNED, typename T, int VEC_SIZE>
 __device__ __forceinline__ void store_pack(T* target, const Pack<T, VEC_SIZE>& pack) {
     constexpr int BYTES = ALIGNED ? word_bytes(sizeof(T) * VEC_SIZE) : sizeof(T);
     using W = typename Word<BYTES>::type;
@@ -76,10 +75,6 @@ __device__ __forceinline__ void store_pack(T* target, const Pack<T, VEC_SIZE>& p
     W* to = reinterpret_cast<W*>(target);
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(T)) * VEC_SIZE / BYTES; ++i) {
-        if constexpr (HINT == STREAM) {
-            __stcs(to + i, words[i]);
-        } else {
-            to[i] = words[i];
-        }
+        __stcs(to + i, words[i]);
     }
 }

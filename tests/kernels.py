@@ -24,6 +24,7 @@ from unittest import mock
 import numpy as np
 
 from cupy_rmsnorm import _cuda
+from cupy_rmsnorm._call import Norm
 from cupy_rmsnorm._cuda import ForwardKind, specialise_forward
 from cupy_rmsnorm._dtypes import TABLE
 from cupy_rmsnorm._kernel import Specialisation
@@ -31,7 +32,7 @@ from cupy_rmsnorm._plan import VECTOR_BYTES, Launch, Plan, choose_launch, choose
 from tests import calls, inputs, oracle
 from tests.backends import Backend
 from tests.calls import Case, Gradient
-from tests.recorder import recorded
+from tests.recorder import Launched, recorded
 
 SM_COUNT = 132  # of an H200; decides how many rows share a block
 
@@ -63,9 +64,11 @@ PLACES = {
     # In registers.
     "one_pack": Place(rows=26_001, packs=1),
     "three_packs": Place(rows=6_401, packs=3),
+    "packs_8": Place(rows=9, packs=8),
     "half_warp": Place(rows=4, packs=16),
     "warp_part": Place(rows=5, packs=23),
     "warp": Place(rows=801, packs=32),
+    "packs_33": Place(rows=5, packs=33),
     "packs_64": Place(rows=5, packs=64),
     "packs_51": Place(rows=401, packs=51),
     "packs_128": Place(rows=401, packs=128),
@@ -75,14 +78,15 @@ PLACES = {
     "packs_1024": Place(rows=3, packs=1024),
     "packs_999": Place(rows=7, packs=999),
     "packs_1536": Place(rows=3, packs=1536),
-    "longest_held": Place(rows=3, row_bytes=32_080),
+    "packs_4000": Place(rows=3, packs=4000),
+    "longest_held": Place(rows=3, row_bytes=64_160),
     # Staged in shared memory: over one block, or a cluster where there are clusters.
-    "staged": Place(rows=5, row_bytes=40 * 1024),
-    "staged_part": Place(rows=5, row_bytes=40_016),
-    "staged_4": Place(rows=3, row_bytes=128 * 1024),
-    "staged_4_part": Place(rows=3, row_bytes=100_016),
-    "staged_8": Place(rows=3, row_bytes=256 * 1024),
-    "staged_8_part": Place(rows=3, row_bytes=150_032),
+    "staged": Place(rows=3, row_bytes=128 * 1024),
+    "staged_part": Place(rows=3, row_bytes=70_016),
+    "staged_4": Place(rows=3, row_bytes=256 * 1024),
+    "staged_4_part": Place(rows=3, row_bytes=150_032),
+    "staged_8": Place(rows=3, row_bytes=512 * 1024),
+    "staged_8_part": Place(rows=3, row_bytes=300_032),
     # Longer than any cluster's shared memory.
     "streamed": Place(rows=3, row_bytes=2_000_016),
 }
@@ -150,24 +154,15 @@ class Forced:
     """
 
     rows_per_block: int = 1
-    grid: int = 0  # blocks or clusters; 0: one for each of its rows. With fewer, they walk
-    stages: int = 1  # rows that a staged block holds at once
+    grid: int = 0  # blocks; 0: one for each of its rows. With fewer, they walk
     early_weight: bool = True
-    hint: str = "STREAM"
 
     def plan(self, plan: Plan) -> Plan:
         return dataclasses.replace(plan, early_weight=self.early_weight)
 
-    def launch(self, plan: Plan, rows: int, staged_itemsize: int) -> Launch:
-        threads = plan.threads_per_row
+    def launch(self, plan: Plan, rows: int) -> Launch:
         grid = self.grid or -(-rows // self.rows_per_block)
-        if plan.kernel == "norm_forward":
-            block = threads * self.rows_per_block
-            return Launch(grid, block, 0, self.rows_per_block, hint=self.hint)
-        held = threads * plan.vecs_per_thread * plan.vec_size * staged_itemsize
-        return Launch(
-            grid * plan.cluster_size, threads, self.stages * held, 1, self.stages, self.hint
-        )
+        return Launch(grid, plan.threads_per_row * self.rows_per_block, 0, self.rows_per_block)
 
 
 SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
@@ -311,9 +306,8 @@ class ForwardRow(Row):
         parts += [part for part in (self.mask, self.layout) if part]
         if self.forced is not None:
             forced = self.forced
-            parts.append(f"rows_{forced.rows_per_block}-grid_{forced.grid}-stages_{forced.stages}")
+            parts.append(f"rows_{forced.rows_per_block}-grid_{forced.grid}")
             parts += [] if forced.early_weight else ["late_weight"]
-            parts += [] if forced.hint == "STREAM" else [forced.hint.lower()]
         return "-".join(parts)
 
     # What the library chooses -----------------------------------------------------------------
@@ -335,19 +329,14 @@ class ForwardRow(Row):
             per_head=self.layout == "heads",
         )
 
-    @property
-    def least_arch(self) -> int:
-        """The oldest architecture that has what the row needs."""
-        return 90 if self.forced is not None and self.forced.stages > 1 else 0
-
     def plan(self, arch: int) -> Plan:
-        plan = choose_plan(self.hidden_size, self.x, self.residual, arch)
+        plan = choose_plan(self.norm, self.hidden_size, self.x, self.residual, arch)
         return plan if self.forced is None else self.forced.plan(plan)
 
     def launch(self, arch: int, sm_count: int = SM_COUNT) -> Launch:
         plan, staged_itemsize = self.plan(arch), self.kind.staged_itemsize
         if self.forced is not None:
-            return self.forced.launch(plan, self.rows, staged_itemsize)
+            return self.forced.launch(plan, self.rows)
         return choose_launch(plan, self.rows, staged_itemsize, sm_count)
 
     def specialisation(self, arch: int, sm_count: int = SM_COUNT) -> Specialisation:
@@ -397,11 +386,11 @@ class ForwardRow(Row):
             yield
             return
 
-        def plan(hidden_size: int, x: str, residual: str | None, arch: int) -> Plan:
-            return forced.plan(choose_plan(hidden_size, x, residual, arch))
+        def plan(norm: Norm, hidden_size: int, x: str, residual: str | None, arch: int) -> Plan:
+            return forced.plan(choose_plan(norm, hidden_size, x, residual, arch))
 
         def launch(plan: Plan, rows: int, staged_itemsize: int, sm_count: int) -> Launch:
-            return forced.launch(plan, rows, staged_itemsize)
+            return forced.launch(plan, rows)
 
         with (
             mock.patch.object(_cuda, "choose_plan", plan),
@@ -427,7 +416,14 @@ FULL_PLACES = (
 PLAIN = (
     *itertools.product(FULL_PLACES, FACTORS["x"], (8,)),
     # Small enough for the shared memory of a block without a cluster.
-    *itertools.product(("staged_part",), ("float16",), (1, 2, 4)),
+    *itertools.product(("staged_part",), ("float32",), (1, 2)),
+    *itertools.product(("staged_part",), ("float16",), (2, 4)),
+)
+
+# A row of one or two warps is spread in another way for each norm.
+EDGES = (
+    *itertools.product(("packs_33",), ("float16",), (1, 2, 8), FACTORS["norm"]),
+    *itertools.product(("packs_8", "packs_64"), FACTORS["x"], (8,), FACTORS["norm"]),
 )
 
 # (place, x, the launch, what differs from one dtype and a weight)
@@ -438,26 +434,11 @@ FORCED: tuple[tuple[str, str, Forced, dict[str, Any]], ...] = (
     ("packs_51", "float32", Forced(3, grid=2), {"residual": "bfloat16"}),
     ("packs_1024", "float32", Forced(grid=1), {"norm": "layer", "layout": "heads"}),
     ("packs_1536", "bfloat16", Forced(grid=2), {"layout": "misaligned", "mask": "zero_valid"}),
-    ("staged", "float32", Forced(grid=1), {"norm": "layer", "residual": "float32"}),
-    ("staged_8", "float16", Forced(grid=2), {"mask": "keep_where"}),
-    # Clusters that fetch a row ahead.
-    ("staged", "float16", Forced(grid=1, stages=2), {}),
-    ("staged_part", "bfloat16", Forced(grid=2, stages=2), {"norm": "layer", "mask": "zero_both"}),
-    ("staged_part", "float16", Forced(grid=1, stages=2), {"width": 1, "residual": "float16"}),
-    ("staged_4", "float64", Forced(grid=1, stages=2), {"norm": "layer", "residual": "float64"}),
-    ("staged_4_part", "float32", Forced(grid=2, stages=2), {"residual": "float16"}),
-    ("staged_8", "bfloat16", Forced(grid=1, stages=2), {"layout": "heads", "weight": "float32"}),
-    ("staged_8_part", "float16", Forced(grid=1, stages=2), {"layout": "misaligned"}),
     # Weights that are loaded once the sum is known.
     ("three_packs", "float16", Forced(32, early_weight=False), {"layout": "heads"}),
     ("packs_77", "float32", Forced(2, early_weight=False), {"norm": "layer"}),
     ("packs_1024", "bfloat16", Forced(early_weight=False), {"residual": "bfloat16"}),
     ("longest_held", "float16", Forced(grid=2, early_weight=False), {"width": 1}),
-    ("staged", "bfloat16", Forced(early_weight=False), {"norm": "layer", "bias": "float16"}),
-    ("staged_4_part", "float16", Forced(1, 1, 2, early_weight=False), {"layout": "split"}),
-    # Rows that stay in the cache.
-    ("packs_128", "float16", Forced(4, hint="PLAIN"), {"residual": "float16"}),
-    ("staged", "float16", Forced(grid=1, stages=2, hint="PLAIN"), {"norm": "layer"}),
 )
 
 
@@ -473,6 +454,7 @@ FORWARD = (
         for levels in (
             *pairwise(FACTORS),
             *(_plain(index, *which) for index, which in enumerate(PLAIN)),
+            *(_plain(0, place, x, width) | {"norm": norm} for place, x, width, norm in EDGES),
         )
     ),
     *itertools.starmap(_forced, FORCED),
@@ -552,8 +534,8 @@ class BackwardRow(Row):
         """Bytes of one element of what a block holds of a row."""
         return sum(TABLE[d].itemsize for d in (self.x, self.dout, self.dresidual_out) if d)
 
-    def specialisations(self, arch: int, sm_count: int = SM_COUNT) -> tuple[Specialisation, ...]:
-        """The instantiations that the library takes on `arch`, in the order of their launches."""
+    def launches(self, arch: int, sm_count: int = SM_COUNT) -> tuple[Launched, ...]:
+        """What the library launches on `arch`; nothing runs."""
         with (
             recorded(arch, sm_count) as launches,
             mock.patch.object(inputs, "array", _blank),
@@ -561,7 +543,11 @@ class BackwardRow(Row):
             mock.patch.object(inputs, "bias", _blank),
         ):
             self._call(Backend(), *self._arguments(blank=True))
-        return tuple(launched.specialisation for launched in launches)
+        return tuple(launches)
+
+    def specialisations(self, arch: int, sm_count: int = SM_COUNT) -> tuple[Specialisation, ...]:
+        """The instantiations that the library takes on `arch`, in the order of their launches."""
+        return tuple(launched.specialisation for launched in self.launches(arch, sm_count))
 
     def run(self, backend: Backend) -> dict[str, np.ndarray | None]:
         """Make the call into outputs full of NaN between guard zones, and check its results."""
