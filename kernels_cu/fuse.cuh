@@ -117,8 +117,8 @@ __device__ __forceinline__ void zero_row(const RowPointers<Y, X, R, W, B>& at, l
 }
 
 // The values that are normalised: x in the accumulation type, plus the residual where there is one.
-// A row is held as it came and this sum formed anew in every pass: it costs an instruction and saves
-// half of the registers or shared memory, or more.
+// A row is held as it came and this sum formed anew in every pass: it costs an instruction and
+// saves half of the registers or shared memory, or more.
 template <typename A, typename X, typename R, int VEC_SIZE>
 __device__ __forceinline__ void add_residual(A (&values)[VEC_SIZE], const Pack<X, VEC_SIZE>& x,
                                              const Pack<R, VEC_SIZE>& residual) {
