@@ -84,10 +84,12 @@ def test_the_reader_of_imports_reads() -> None:
 
 COST = """
 import sys, time
-import numpy
 begin = time.process_time()
+import numpy
+between = time.process_time()
 import cupy_rmsnorm
-print(time.process_time() - begin, *sorted({"cupy", "torch", "ml_dtypes"} & set(sys.modules)))
+end = time.process_time()
+print(end - between, between - begin, *sorted({"cupy", "torch", "ml_dtypes"} & set(sys.modules)))
 """
 
 
@@ -99,13 +101,13 @@ def test_an_import_is_cheap_and_brings_no_other_library() -> None:
         ).stdout.split()
 
     ask()  # writes the bytecode
-    seconds, *others = ask()
-    assert others == []
-    times = [float(seconds)]
-    # Whatever else this machine does can only add to it: the best of a few is the cost.
-    while min(times) > 0.025 and len(times) < 20:
-        times.append(float(ask()[0]))
-    assert min(times) <= 0.025
+    for _ in range(20):
+        own, numpys, *others = ask()
+        assert others == []
+        # 25 ms where NumPy takes 62 ms, as on an idle machine; a busy one slows both alike.
+        if float(own) <= max(0.025, 0.4 * float(numpys)):
+            return
+    pytest.fail(f"importing cupy_rmsnorm takes {own} s beside NumPy's {numpys} s")
 
 
 @pytest.fixture(scope="module")
