@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What docs/numerics.md says of the edges of a dtype: NaN, infinity, overflow, small numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests import compare, inputs, oracle
+from tests.backends import Backend
+from tests.calls import Case, Gradient, backward, check_forward, forward
+
+NORMS = ("rms", "layer")
+ROW = 1  # of three: the one that holds something odd
+
+
+def odd_case(dtype: str, norm: str, value: float, at: int = 5) -> Case:
+    """Three ordinary rows, but for one element."""
+    case = Case(
+        x=inputs.array((3, 67), dtype),
+        norm=norm,
+        weight=inputs.weight(67, dtype),
+        bias=inputs.bias(67, dtype),
+    )
+    case.x[ROW, at] = value
+    return case
+
+
+def values(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float64)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", oracle.DTYPES)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_nan_and_infinity_stay_in_their_row(
+    backend: Backend, norm: str, dtype: str, value: float
+) -> None:
+    case = odd_case(dtype, norm, value)
+    ordinary = forward(backend, odd_case(dtype, norm, 0.5), statistics=True)
+    got = forward(backend, case, statistics=True)
+    for output, result in got.items():
+        compare.equal(result[::2], ordinary[output][::2], f"{output} of the other rows")
+    y = values(got["y"][ROW])
+    if np.isnan(value) or norm == "layer":
+        assert np.isnan(y).all()
+    else:
+        # The sum is infinite and rstd 0: infinity * 0 at the infinite element, the bias elsewhere.
+        assert got["rstd"][ROW] == 0
+        assert np.isnan(y[5])
+        others = np.arange(67) != 5
+        compare.equal(got["y"][ROW][others], case.bias[others], "the rest of the row")
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_nan_in_the_weight_stays_in_its_column(backend: Backend, norm: str, dtype: str) -> None:
+    case = odd_case(dtype, norm, 0.5)
+    expected = forward(backend, case)["y"]
+    weight = case.weight.copy()
+    weight[7] = np.nan
+    got = forward(backend, case.but(weight=weight))["y"]
+    others = np.arange(67) != 7
+    assert np.isnan(values(got)[:, 7]).all()
+    compare.equal(got[:, others], expected[:, others], "the other columns")
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_nan_in_a_residual(backend: Backend, norm: str) -> None:
+    case = odd_case("float16", norm, 0.5)
+    residual = inputs.array((3, 67), "bfloat16", seed=1)
+    residual[ROW, 3] = np.nan
+    got = forward(backend, case.but(residual=residual))
+    assert np.isnan(values(got["y"])).tolist() == [[r == ROW] * 67 for r in range(3)]
+    assert np.isnan(values(got["residual_out"])).sum() == 1
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_nan_in_backward_stays_in_its_row_of_dx(backend: Backend, norm: str) -> None:
+    case = odd_case("float32", norm, 0.5)
+    dout = inputs.array((3, 67), "float32", seed=2)
+    expected = backward(backend, case, Gradient(dout=dout))
+    bad = dout.copy()
+    bad[ROW, 9] = np.nan
+    got = backward(backend, case, Gradient(dout=bad))
+    assert np.isnan(got["dx"][ROW]).all()
+    compare.equal(got["dx"][::2], expected["dx"][::2], "dx of the other rows")
+    others = np.arange(67) != 9
+    for name in ("dweight", "dbias"):
+        assert np.isnan(got[name][9])
+        compare.equal(got[name][others], expected[name][others], name)
+
+
+@pytest.mark.parametrize("dtype", oracle.DTYPES)
+def test_rows_without_a_spread(backend: Backend, dtype: str) -> None:
+    """With eps they are the bias, exactly; without eps 0 * infinity."""
+    for norm, fill in (("rms", 0.0), ("layer", 0.0), ("layer", 3.0)):
+        case = odd_case(dtype, norm, 0.5)
+        case.x[ROW] = fill
+        got = forward(backend, case, statistics=True)
+        check_forward(case, got)
+        compare.equal(got["y"][ROW], case.bias, norm)
+        got = forward(backend, case.but(eps=0.0), statistics=True)
+        assert np.isposinf(got["rstd"][ROW])
+        assert np.isnan(values(got["y"][ROW])).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("hidden_size", [4, 4096, 20000])
+def test_an_overflowing_sum_of_squares(backend: Backend, dtype: str, hidden_size: int) -> None:
+    x = oracle.round_to(np.full((2, hidden_size), 2e19), dtype)
+    x[:, ::2] *= -1
+    bias = inputs.bias(hidden_size, dtype)
+    for norm in NORMS:
+        case = Case(x=x, norm=norm, weight=inputs.weight(hidden_size, dtype), bias=bias)
+        got = forward(backend, case, statistics=True)
+        np.testing.assert_array_equal(got["rstd"], 0)
+        compare.equal(got["y"], np.broadcast_to(bias, x.shape), norm)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_float64_does_not_overflow_there(backend: Backend, norm: str) -> None:
+    case = Case(x=1e20 * inputs.array((2, 64), "float64"), norm=norm)
+    check_forward(case, forward(backend, case, statistics=True))
+
+
+def test_an_output_past_its_dtype_is_infinite(backend: Backend) -> None:
+    case = Case(x=np.ones((2, 64), np.float16), weight=np.full(64, 70000, np.float32), eps=0.0)
+    got = forward(backend, case, statistics=True)
+    check_forward(case, got)
+    assert np.isposinf(values(got["y"])).all()
+    got = backward(backend, case.but(weight=np.ones(64, np.float16)), Gradient(dout=case.x * 60000))
+    assert np.isposinf(values(got["dweight"])).all()
+
+
+def test_float16_subnormals(backend: Backend) -> None:
+    """All of them are ordinary numbers where the sums are formed."""
+    x = (np.arange(1, 65, dtype=np.uint16) * 13).view(np.float16)[None]
+    assert (np.abs(x) < 2**-14).all()
+    for norm in NORMS:
+        case = Case(x=x, norm=norm, eps=0.0)
+        check_forward(case, forward(backend, case, statistics=True))
+    case = Case(x=inputs.array((2, 64), "float16"), weight=np.full(64, 1e-6, np.float32))
+    got = forward(backend, case, statistics=True)
+    check_forward(case, got)
+    assert (np.abs(values(got["y"])) < 2**-14).any()
+
+
+@pytest.mark.parametrize("value", [1e-38, 1e-40, 1e-45])
+def test_what_eps_outweighs_shows_nowhere(backend: Backend, value: float) -> None:
+    """Flushed or kept, a subnormal x is far below what any y here resolves."""
+    case = Case(x=oracle.round_to(np.full((2, 64), value), "float32"), eps=1e-6)
+    got = forward(backend, case, statistics=True)
+    np.testing.assert_allclose(got["rstd"], 1000, rtol=1e-6)
+    assert (np.abs(got["y"]) <= 1001 * case.x).all()
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_squares_that_vanish_beside_eps(backend: Backend, norm: str) -> None:
+    case = Case(x=1e-20 * inputs.array((2, 64), "float32"), norm=norm, eps=1e-30)
+    check_forward(case, forward(backend, case, statistics=True))
+
+
+def test_float64_is_not_flushed(backend: Backend) -> None:
+    case = Case(x=1e-150 * inputs.array((2, 64), "float64"), eps=0.0)
+    check_forward(case, forward(backend, case, statistics=True))
