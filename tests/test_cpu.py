@@ -378,7 +378,7 @@ def test_masks(threads: int, norm: str, dtype: str, shape: tuple[int, ...], mask
     computed = where & (np.arange(where.size).reshape(where.shape) < count)
     options = {"norm": norm, "weight": inputs.weight(shape[-1], dtype), "residual": residual}
     expected = forward(x, **options)
-    poisoned = np.where(computed[..., None], x, np.nan).astype(x.dtype)
+    poisoned = np.where(computed[..., None], x, np.full_like(x, np.nan))
     mask = {"where": where, "valid_rows": np.array(count), "masked": masked}
     got = forward(poisoned, **options, **mask)
     for name, result in got.items():
