@@ -259,15 +259,19 @@ class Race:
             launch = variant.geometry(variant, self.case.hidden_size, self.case.rows, device)
             yield variant, launch.template_arguments
 
-    def run(self, show_all: bool) -> list[Row]:
-        """Check and time every candidate."""
-        import cupy
-
+    def prepare(self) -> tuple[list[Any], list[Any], dict[tuple[str, str], Outputs]]:
+        """Inputs, outputs, and for each (op, name) what runs on one placement of them."""
         count = _bench.placement_count(self.nbytes)
         xs = _bench.ring(self.case.shape, numpy_dtype(self.dtype), count)
         ys = _bench.ring(self.case.shape, numpy_dtype(self.dtype), count)
         self._fill(xs)
-        candidates = self._candidates(xs, ys)
+        return xs, ys, self._candidates(xs, ys)
+
+    def run(self, show_all: bool) -> list[Row]:
+        """Check and time every candidate."""
+        import cupy
+
+        xs, ys, candidates = self.prepare()
         checks = {}
         for (op, name), call in candidates.items():
             ys[0].view("u1").fill(0xFF)  # NaN in every dtype
@@ -277,7 +281,7 @@ class Race:
         times = _bench.race(
             {f"{op} {name}": call for (op, name), call in candidates.items()},
             nbytes=self.nbytes,
-            placements=count,
+            placements=len(xs),
             rounds=ROUNDS[self.case.group],
         )
         copy = times["copy"]

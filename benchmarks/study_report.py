@@ -1,0 +1,482 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fills the tables of docs/study.md from benchmarks/results/.
+
+`python -m benchmarks.study_report` rewrites what stands between the marks ``<!-- begin NAME -->``
+and ``<!-- end NAME -->``; a table whose numbers are not there yet says so. With `--check` it
+changes nothing and fails if the file is not up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cupy_rmsnorm import variants
+
+ROOT = Path(__file__).parents[1]
+DOCUMENT = ROOT / "docs" / "study.md"
+RESULTS = ROOT / "benchmarks" / "results"
+PENDING = "*Not measured yet.*"
+PEERS = ("ours", "torch", "torch naive", "cupy naive")
+ARCH = 90  # whose instructions are shown
+TENSOR_GFLOPS = 989_000  # NVIDIA's figure for an H200, float16, dense
+TORCH_LIKE = {"rms_norm": 4, "layer_norm": 7}  # operations an element, with weight and bias
+
+Row = dict[str, Any]
+
+
+class Results:
+    """The rows of the two result files; empty where a file is missing."""
+
+    def __init__(self) -> None:
+        study = _read("study.json")
+        self.meta: dict[str, Any] = study.get("meta", {})
+        self.rows: list[Row] = study.get("rows", [])
+        self.numerics: list[Row] = study.get("numerics", [])
+        self.instructions: list[Row] = _read("instructions.json").get("rows", [])
+
+    def us(self, **wanted: Any) -> float | None:
+        """The time of the one row with these values; None where there is none."""
+        found = [row["us"] for row in self.rows if _matches(row, wanted)]
+        return float(found[0]) if found else None
+
+    def cases(self, group: str) -> list[str]:
+        """The names of the plain cases ("rows") or of the batches, in order."""
+        batch = re.compile(r"\d+x\d+x\d+")
+        names = dict.fromkeys(row["case"] for row in self.rows)
+        return [name for name in names if bool(batch.fullmatch(name)) == (group == "batch")]
+
+
+def _read(name: str) -> dict[str, Any]:
+    path = RESULTS / name
+    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return content
+
+
+def _matches(row: Row, wanted: dict[str, Any]) -> bool:
+    return all(row.get(name) == value for name, value in wanted.items())
+
+
+def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    lines = list(lines)
+    if not lines:
+        return PENDING
+    rule = ["---"] * len(header)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *lines))
+
+
+def _ratio(value: float | None, other: float | None) -> str:
+    return "" if value is None or other is None else f"{value / other:.2f}"
+
+
+# Blocks --------------------------------------------------------------------------------------
+
+
+def block_variants(_: Results) -> str:
+    """Every name, from the library's own table."""
+    norms = {"rms": "RMSNorm", "layer": "LayerNorm"}
+    lines: dict[str, list[str]] = {}
+    for variant in variants.TABLE:
+        line = lines.setdefault(
+            variant.name,
+            [
+                f"`{variant.name}`",
+                norms[variant.norm],
+                str(variant.sizes),
+                variant.dtype,
+                variant.accumulation,
+                variant.summary,
+            ],
+        )
+        if line[1] != norms[variant.norm]:
+            line[1] = "both"
+    return _table(("name", "norm", "hidden size", "loads", "sums in", ""), lines.values())
+
+
+def block_best(results: Results) -> str:
+    """The fastest study kernel of each plain case with all rows right, and its peers."""
+    lines = []
+    for case in results.cases("rows"):
+        for op in ("rms_norm", "layer_norm"):
+            for dtype in ("float32", "float16", "bfloat16"):
+                rows = [
+                    row
+                    for row in results.rows
+                    if _matches(row, {"case": case, "op": op, "dtype": dtype})
+                ]
+                ranked = sorted(
+                    (row for row in rows if _is_right_variant(row)),
+                    key=lambda row: float(row["us"]),
+                )
+                if not ranked:
+                    continue
+                best, times = ranked[0], {row["impl"]: row for row in rows}
+                lines.append(
+                    [
+                        op,
+                        case,
+                        dtype,
+                        f"`{best['impl']}` {best['us']:.2f} ({best['ratio']:.2f})",
+                        *(
+                            f"{times[name]['us']:.2f} ({times[name]['ratio']:.2f})"
+                            if name in times
+                            else ""
+                            for name in PEERS
+                        ),
+                        f"{times['copy']['us']:.2f}",
+                    ]
+                )
+    head = ("op", "case", "dtype", "best study kernel, us (of copy)", *PEERS, "copy")
+    return _table(head, lines)
+
+
+def _is_right_variant(row: Row) -> bool:
+    name = row["impl"]
+    if name in (*PEERS, "copy") or "-dlcm" in name:
+        return False
+    return bool(row["right_rows"] == row["checked_rows"])
+
+
+def block_rms_layer(results: Results) -> str:
+    """LayerNorm over RMSNorm."""
+    names = ("f32", "f32x4", "f16_f32", "f16x2_f16", "f16x8_f32", "f16x8_pack_f32", "ours", "torch")
+    lines = []
+    for name in names:
+        for dtype in ("float32", "float16"):
+            ratios = [
+                _ratio(
+                    results.us(op="layer_norm", case=case, impl=name, dtype=dtype),
+                    results.us(op="rms_norm", case=case, impl=name, dtype=dtype),
+                )
+                for case in _plain_cases()
+            ]
+            if any(ratios):
+                lines.append([f"`{name}`", dtype, *ratios])
+    return _table(("", "dtype", *_plain_cases()), lines)
+
+
+def _plain_cases() -> tuple[str, ...]:
+    return (*(f"4096x{size}" for size in (512, 1024, 2048, 4096, 8192)), "8192x8192")
+
+
+def _over(
+    results: Results, base: str, names: Iterable[str], dtypes: Iterable[str] = ("float16",)
+) -> str:
+    """Time of each name over that of `base`, by case."""
+    lines = []
+    for op in ("rms_norm", "layer_norm"):
+        for name in names:
+            for dtype in dtypes:
+                ratios = [
+                    _ratio(
+                        results.us(op=op, case=case, impl=name, dtype=dtype),
+                        results.us(op=op, case=case, impl=base, dtype=dtype),
+                    )
+                    for case in _plain_cases()
+                ]
+                if any(ratios):
+                    lines.append([op, f"`{name}`", *ratios])
+    return _table(("op", f"over `{base}`", *_plain_cases()), lines)
+
+
+def block_pack(results: Results) -> str:
+    """Four narrow loads over one wide one."""
+    return _over(results, "f16x8_pack_f32", ("f16x8_f32", "f16_f32"))
+
+
+def block_dlcm(results: Results) -> str:
+    """With a cache modifier over without."""
+    tables = []
+    for base, dtype in (
+        ("f16x8_pack_f32", "float16"),
+        ("f32x4", "float32"),
+        ("f32_ilp_1", "float32"),
+    ):
+        names = [f"{base} -dlcm={modifier}" for modifier in ("ca", "cg")]
+        tables.append(_over(results, base, names, (dtype,)))
+    return "\n\n".join(dict.fromkeys(tables))
+
+
+def block_block_size(results: Results) -> str:
+    """vector_weight at its three block sizes."""
+    lines = []
+    for case in (*_plain_cases(), *results.cases("batch")):
+        for short, dtype in (("f32", "float32"), ("f16", "float16")):
+            times = {
+                threads: results.us(
+                    case=case, op="rms_norm", impl=f"{short}_vector_weight_{threads}", dtype=dtype
+                )
+                for threads in (256, 512, 1024)
+            }
+            known = {threads: us for threads, us in times.items() if us is not None}
+            if known:
+                best = min(known, key=lambda threads: known[threads])
+                cells = [f"{us:.2f}" for us in known.values()]
+                lines.append([case, dtype, *cells, str(best)])
+    return _table(("case", "dtype", "256, us", "512, us", "1024, us", "fastest"), lines)
+
+
+def block_eps(results: Results) -> str:
+    """Error by dtype, scale and eps."""
+    rows = [row for row in results.numerics if row["claim"] == "eps"]
+    values = list(dict.fromkeys(row["eps"] for row in rows))
+    lines = [
+        [
+            dtype,
+            f"{scale:g}",
+            *(
+                f"{row['error']:.1e}"
+                for row in rows
+                if _matches(row, {"dtype": dtype, "scale": scale})
+            ),
+        ]
+        for dtype, scale in dict.fromkeys((row["dtype"], row["scale"]) for row in rows)
+    ]
+    return _table(("dtype", "scale", *(f"eps {value:g}" for value in values)), lines)
+
+
+def block_fusion(results: Results) -> str:
+    """The naive expressions over this library."""
+    dtypes = ("float32", "float16")
+    lines = []
+    for op in ("rms_norm", "layer_norm"):
+        for name in ("cupy naive", "torch naive", "torch"):
+            for dtype in dtypes:
+                ratios = [
+                    _ratio(
+                        results.us(op=op, case=case, impl=name, dtype=dtype),
+                        results.us(op=op, case=case, impl="ours", dtype=dtype),
+                    )
+                    for case in _plain_cases()
+                ]
+                if any(ratios):
+                    lines.append([op, name, dtype, *ratios])
+    return _table(("op", "over `ours`", "dtype", *_plain_cases()), lines)
+
+
+def block_reduction(results: Results) -> str:
+    """Other sums over the shuffle version."""
+    names = ("f16x8_tree", "f16x8_groups", "f16x8_mma", "f16x8_cluster")
+    schedules = ("f16x8_persistent", "f16x8_async")
+    wide = _over(results, "f16x8_pack_f32", (*names, *schedules))
+    single = _over(
+        results,
+        "f32x4",
+        ("f32x4_tree", "f32x4_groups", "f32x4_cluster", "f32x4_persistent", "f32x4_async"),
+        ("float32",),
+    )
+    return wide if wide == single else f"{wide}\n\n{single}"
+
+
+def block_ilp(results: Results) -> str:
+    """More independent sums over one."""
+    half = _over(results, "f16_ilp_1", ("f16_ilp_2", "f16_ilp_4"))
+    single = _over(results, "f32_ilp_1", ("f32_ilp_2", "f32_ilp_4"), ("float32",))
+    return half if half == single else f"{half}\n\n{single}"
+
+
+def block_cancellation(results: Results) -> str:
+    """Errors of one pass and of two; and what the one pass saves."""
+    rows = [row for row in results.numerics if row["claim"] == "cancellation"]
+    lines = []
+    for mean in dict.fromkeys(row["mean"] for row in rows):
+        errors = {row["impl"]: row["error"] for row in rows if row["mean"] == mean}
+        lines.append([f"{mean:g}", *(f"{error:.1e}" for error in errors.values())])
+    errors = _table(("mean", "two passes", "E[x²] - E[x]²"), lines)
+    times = _over(results, "f16x8_pack_f32", ("f16x8_single_pass",))
+    return errors if times == PENDING else f"{errors}\n\nTime over two passes:\n\n{times}"
+
+
+def block_shift(results: Results) -> str:
+    """Changes of output and gradient."""
+    rows = [row for row in results.numerics if row["claim"] == "mean shift"]
+    lines = [
+        [
+            row["op"],
+            f"{row['shift']:g}",
+            f"{row['output change']:.1e}",
+            f"{row['gradient change']:.1e}",
+        ]
+        for row in rows
+    ]
+    return _table(("op", "shift", "output", "gradient"), lines)
+
+
+def block_intensity(results: Results) -> str:
+    """What the copy's bandwidth allows, as a share of two peaks."""
+    peak = results.meta.get("peak_gflops")
+    lines = []
+    if peak:
+        for op, operations in TORCH_LIKE.items():
+            for dtype, size in (("float16", 2), ("float32", 4)):
+                rows = [
+                    row
+                    for row in results.rows
+                    if _matches(row, {"case": "8192x8192", "op": op, "dtype": dtype})
+                    and row["impl"] == "ours"
+                ]
+                for row in rows:
+                    flops = row["gbps"] * operations / (2 * size)
+                    lines.append(
+                        [
+                            op,
+                            dtype,
+                            f"{operations / (2 * size):.2f}",
+                            f"{flops:.0f}",
+                            f"{flops / peak:.1%}",
+                            f"{flops / TENSOR_GFLOPS:.2%}",
+                        ]
+                    )
+    head = (
+        *("op", "dtype", "operations a byte", "GFLOP/s of `ours`, 8192x8192"),
+        *("of float32's peak", "of the tensor cores'"),
+    )
+    return _table(head, lines)
+
+
+def block_overflow(results: Results) -> str:
+    """Right rows at x * 100 and of the activations, by variant."""
+    cases = ("4096x512", "4096x512 times 100", "activations")
+    lines = []
+    for op in ("rms_norm", "layer_norm"):
+        names = dict.fromkeys(
+            row["impl"]
+            for row in results.rows
+            if row["op"] == op and row["dtype"] == "float16" and row["impl"] != "copy"
+        )
+        for name in names:
+            if "dlcm" in name:
+                continue
+            counts = []
+            for case in cases:
+                wanted = {"op": op, "dtype": "float16", "impl": name, "case": case}
+                found = [row for row in results.rows if _matches(row, wanted)]
+                counts.append(
+                    f"{found[0]['right_rows']} of {found[0]['checked_rows']}" if found else ""
+                )
+            if any(counts):
+                lines.append([op, f"`{name}`", *counts])
+    return _table(("op", "float16", *cases), lines)
+
+
+def block_batch(results: Results) -> str:
+    """Batches of sequences, best variant and peers, as a share of the copy."""
+    lines = []
+    for case in results.cases("batch"):
+        for op in ("rms_norm", "layer_norm"):
+            wanted = {"case": case, "op": op, "dtype": "float16"}
+            rows = [row for row in results.rows if _matches(row, wanted)]
+            ranked = sorted(
+                (row for row in rows if _is_right_variant(row)),
+                key=lambda row: float(row["us"]),
+            )
+            if not ranked:
+                continue
+            times = {row["impl"]: row for row in rows}
+            lines.append(
+                [
+                    op,
+                    case,
+                    f"`{ranked[0]['impl']}` {ranked[0]['us']:.2f} ({ranked[0]['ratio']:.2f})",
+                    *(
+                        f"{times[name]['us']:.2f} ({times[name]['ratio']:.2f})"
+                        if name in times
+                        else ""
+                        for name in ("ours", "torch")
+                    ),
+                ]
+            )
+    return _table(("op", "case", "best study kernel, us (of copy)", "ours", "torch"), lines)
+
+
+def _instructions(results: Results, picked: Iterable[tuple[str, str]], dlcm: bool = False) -> str:
+    lines = []
+    for op, name in picked:
+        wanted = {"op": op, "impl": name, "hidden_size": 1024, "arch": ARCH}
+        for row in results.instructions:
+            if _matches(row, wanted) and (dlcm or row["dlcm"] == "default"):
+                lines.append(
+                    [
+                        op,
+                        f"`{name}`" + (f" {row['dlcm']}" if dlcm else ""),
+                        str(row["registers"]),
+                        str(row["instructions"]),
+                        _codes(row["global_loads"]),
+                        _codes(row["global_stores"]),
+                        str(row["float"]),
+                        str(row["shuffles"]),
+                        str(sum(row["shared"].values())),
+                        str(row["barriers"]),
+                    ]
+                )
+    head = (
+        *("op", "", "registers", "instructions", "loads", "stores", "arithmetic"),
+        *("shuffles", "shared loads and stores", "barriers"),
+    )
+    return _table(head, lines)
+
+
+def _codes(codes: dict[str, int]) -> str:
+    return ", ".join(f"{count} {code}" for code, count in codes.items())
+
+
+def block_rms_layer_instructions(results: Results) -> str:
+    """One pair of kernels."""
+    return _instructions(
+        results, (("rms_norm", "f16x8_pack_f32"), ("layer_norm", "f16x8_pack_f32"))
+    )
+
+
+def block_pack_instructions(results: Results) -> str:
+    """Wide and narrow loads."""
+    return _instructions(results, (("rms_norm", "f16x8_pack_f32"), ("rms_norm", "f16x8_f32")))
+
+
+def block_dlcm_instructions(results: Results) -> str:
+    """The load under each modifier."""
+    return _instructions(results, (("rms_norm", "f32x4"), ("rms_norm", "f32_ilp_1")), dlcm=True)
+
+
+def block_reduction_instructions(results: Results) -> str:
+    """Four ways to sum."""
+    names = ("f16x8_pack_f32", "f16x8_tree", "f16x8_groups", "f16x8_mma")
+    return _instructions(results, [("rms_norm", name) for name in names])
+
+
+BLOCKS: dict[str, Callable[[Results], str]] = {
+    name.removeprefix("block_"): function
+    for name, function in list(globals().items())
+    if name.startswith("block_")
+}
+
+
+def fill(text: str, results: Results) -> str:
+    """The document with every table written anew."""
+
+    def block(match: re.Match[str]) -> str:
+        name = match[1]
+        return f"<!-- begin {name} -->\n{BLOCKS[name](results)}\n<!-- end {name} -->"
+
+    return re.sub(r"<!-- begin (\w+) -->\n.*?<!-- end \1 -->", block, text, flags=re.DOTALL)
+
+
+def main() -> int:
+    """Rewrite or check the document."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    text = DOCUMENT.read_text()
+    filled = fill(text, Results())
+    if args.check:
+        return int(text != filled)
+    DOCUMENT.write_text(filled)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
