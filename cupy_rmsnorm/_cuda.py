@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -190,17 +191,22 @@ def specialise_forward(
     )
 
 
+_thread = threading.local()
+
+
 @contextlib.contextmanager
 def _current_device(index: int) -> Iterator[None]:
     """Make `index` the current device and put the caller's back, whatever happens."""
     from cupy.cuda import runtime
 
     before = runtime.getDevice()
-    if before == index:
+    if before == index and getattr(_thread, "has_context", False):
         yield
         return
-    runtime.setDevice(index)
+    runtime.setDevice(index)  # gives a new thread the device's context, which a launch needs
+    _thread.has_context = True
     try:
         yield
     finally:
-        runtime.setDevice(before)
+        if before != index:
+            runtime.setDevice(before)
