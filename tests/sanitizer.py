@@ -72,16 +72,22 @@ def forward(which: Case) -> Check:
     return run
 
 
-def backward(which: Case, added: str | None = None) -> Check:
+def backward(which: Case, added: str | None = None, statistics: bool = False) -> Check:
     """One backward call, with an incoming gradient of the sum in dtype `added`."""
 
     def run() -> None:
         backend = Cupy()
         shape = which.x.shape
+        mean = rstd = None
+        if statistics:
+            saved = oracle.forward(which.x, norm=which.norm, eps=which.eps)
+            mean, rstd = (part.value.astype(np.float32) for part in (saved.mean, saved.rstd))
         given = Gradient(
             dout=exact(inputs.array(shape, which.x.dtype.name, seed=2)),
             added=added is not None,
             dresidual_out=added and exact(inputs.array(shape, added, seed=3)),
+            mean=mean,
+            rstd=rstd,
         )
         calls.check_backward(which, given, calls.backward(backend, which, given))
         backend.verify()
@@ -117,17 +123,20 @@ def checks() -> Iterator[tuple[str, Check]]:
         case("rms", "float16", 5, 8192, residual="float16", out_dtype="float32"),
         case("rms", "float64", 5, 1000, residual="float64"),
         case("layer", "float16", 3, 16383),
-        # Staged, over clusters of every size.
-        case("rms", "float16", 3, 20_001, residual="float32"),
+        # Staged, in a block and over clusters.
         case("layer", "bfloat16", 3, 40_000, parameters="float32"),
+        case("rms", "float16", 3, 40_001),
+        case("rms", "float16", 3, 40_001, residual="float32"),
+        case("layer", "float64", 2, 25_002),
         case("rms", "float32", 2, 65_536, residual="float32"),
-        case("layer", "float64", 2, 12_289),
+        case("layer", "float16", 2, 131_072),
         # Streamed.
         case("rms", "float32", 2, 500_002, residual="float16"),
         case("layer", "float16", 2, 262_147),
         # Misaligned, masked, a weight for each head.
         case("rms", "float16", 5, 1024, offset=1, residual="float16"),
         case("layer", "float32", 3, 20_000, offset=1),
+        case("rms", "float32", 3, 600_002, where=where(3)),
         case("layer", "float16", 300, 40, where=where(300), masked="keep"),
         case("rms", "bfloat16", 7, 3000, valid_rows=np.array(5, np.int32)),
         case("layer", "float16", 4, 40_000, where=where(4), residual="float16", masked="keep"),
@@ -155,6 +164,14 @@ def checks() -> Iterator[tuple[str, Check]]:
     ):
         name = f"backward {which.norm} {which.x.dtype} {which.x.shape}"
         yield name, backward(which, added)
+    for which in (
+        case("rms", "float16", 5, 4096),
+        case("layer", "bfloat16", 37, 769),
+        case("layer", "float32", 300, 520),
+        case("rms", "float16", 3, 520_000),
+    ):
+        name = f"backward {which.norm} {which.x.dtype} {which.x.shape}, given statistics"
+        yield name, backward(which, statistics=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -28,7 +28,7 @@ from cupy_rmsnorm._kernel import Specialisation
 from cupy_rmsnorm._layout import collapse_rows, is_contiguous
 from cupy_rmsnorm._plan import Plan, choose_launch, choose_plan
 from cupy_rmsnorm._plan_backward import choose_backward_launch, choose_backward_plan
-from tests import calls, inputs, kernels
+from tests import calls, inputs, kernels, sanitizer
 from tests.backends import Backend
 from tests.calls import Case
 from tests.recorder import Launched, recorded
@@ -300,6 +300,27 @@ def test_the_library_takes_the_row_s_kernel(
         assert launched.specialisation == row.specialisation(arch)
         assert (launched.grid, launched.block) == (launch.grid, launch.block)
         assert launched.shared_bytes == launch.shared_bytes
+
+
+def test_the_sanitizer_sees_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitizer, "Cupy", Backend)
+    for check in ("check_forward", "check_backward"):
+        monkeypatch.setattr(calls, check, lambda *_: None)
+    with recorded(90, kernels.SM_COUNT) as launches:
+        for _, run in sanitizer.checks():
+            run()
+    kernel_names = {launched.specialisation.kernel for launched in launches}
+    assert kernel_names == {name for name in _kernel.PARAMETERS if name.startswith("norm_")}
+    clusters = {
+        row.plan(90).cluster_size
+        for row in kernels.FORWARD
+        if row.plan(90).kernel == "norm_forward_staged"
+    }
+    assert clusters == {
+        int(launched.specialisation.template_arguments[10])
+        for launched in launches
+        if launched.specialisation.kernel == "norm_forward_staged"
+    }
 
 
 def address(array: np.ndarray) -> int:
