@@ -536,12 +536,7 @@ class BackwardRow(Row):
 
     def launches(self, arch: int, sm_count: int = SM_COUNT) -> tuple[Launched, ...]:
         """What the library launches on `arch`; nothing runs."""
-        with (
-            recorded(arch, sm_count) as launches,
-            mock.patch.object(inputs, "array", _blank),
-            mock.patch.object(inputs, "weight", _blank),
-            mock.patch.object(inputs, "bias", _blank),
-        ):
+        with recorded(arch, sm_count) as launches, blank_inputs():
             self._call(Backend(), *self._arguments(blank=True))
         return tuple(launches)
 
@@ -590,8 +585,17 @@ class BackwardRow(Row):
         return calls.backward(backend, case, given, **outputs)
 
 
-def _blank(shape: int | tuple[int, ...], dtype: str, *_: Any, **__: Any) -> np.ndarray:
-    return np.zeros(shape, oracle.DTYPES[dtype])
+@contextlib.contextmanager
+def blank_inputs() -> Iterator[None]:
+    """Zeros for inputs, where values play no part and long rows would cost seconds."""
+
+    def zeros(shape: int | tuple[int, ...], dtype: str, *_: Any, **__: Any) -> np.ndarray:
+        return np.zeros(shape, oracle.DTYPES[dtype])
+
+    with contextlib.ExitStack() as stack:
+        for name in ("array", "weight", "bias"):
+            stack.enter_context(mock.patch.object(inputs, name, zeros))
+        yield
 
 
 BACKWARD = tuple(dict.fromkeys(BackwardRow.of(levels) for levels in pairwise(BACKWARD_FACTORS)))

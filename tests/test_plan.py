@@ -289,12 +289,9 @@ def launches() -> Iterator[list[Launched]]:
 def test_the_library_takes_the_row_s_kernel(
     row: kernels.ForwardRow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Values play no part, and long rows would cost seconds.
-    monkeypatch.setitem(inputs.KINDS, "row_tagged", lambda shape, seed: np.ones(shape))
-    monkeypatch.setitem(inputs.KINDS, "normal", lambda shape, seed: np.ones(shape))
     monkeypatch.setattr(calls, "check_forward", lambda case, got: None)
     for arch in (75, 80, 90):
-        with recorded(arch, kernels.SM_COUNT) as launches:
+        with recorded(arch, kernels.SM_COUNT) as launches, kernels.blank_inputs():
             row.run(Backend())
         (launched,), launch = launches, row.launch(arch)
         assert launched.specialisation == row.specialisation(arch)
@@ -306,7 +303,7 @@ def test_the_sanitizer_sees_every_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sanitizer, "Cupy", Backend)
     for check in ("check_forward", "check_backward"):
         monkeypatch.setattr(calls, check, lambda *_: None)
-    with recorded(90, kernels.SM_COUNT) as launches:
+    with recorded(90, kernels.SM_COUNT) as launches, kernels.blank_inputs():
         for _, run in sanitizer.checks():
             run()
     kernel_names = {launched.specialisation.kernel for launched in launches}
