@@ -9,47 +9,56 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests import emulator, kernels
-from tests.backends import Cupy
+from tests.backends import Emulator
 
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=str(emulator.missing()))
 
 ARCH = 90
 
 
-class EmulatorBackend(Cupy):
-    """CuPy arrays over host memory; only inside `emulator.installed()`."""
-
-    name = "emulator"
-    gpu = False
-
-    def _upload(self, data: np.ndarray) -> Any:
-        return emulator.from_numpy(data)
-
-    def numpy(self, native: Any) -> np.ndarray:
-        import cupy
-
-        assert type(native) is cupy.ndarray, f"expected a cupy.ndarray, got {type(native)}"
-        return emulator.to_numpy(native)
-
-    def synchronize(self) -> None:
-        pass
+def _run(row: Any, arch: int, **options: Any) -> list[str]:
+    """Make the row's call and check it; the expressions that were launched."""
+    launches: list[Any] = []
+    with emulator.installed(arch=arch, sm_count=kernels.SM_COUNT, launches=launches, **options):
+        backend = Emulator()
+        row.run(backend)
+        backend.verify()
+    return [launch[0] for launch in launches]
 
 
 @pytest.fixture(scope="module")
-def compiled() -> None:
+def forward_compiled() -> None:
     emulator.prefetch(row.specialisation(ARCH) for row in kernels.FORWARD)
 
 
-@pytest.mark.usefixtures("compiled")
+@pytest.mark.usefixtures("forward_compiled")
 @pytest.mark.parametrize("row", kernels.FORWARD, ids=lambda row: row.name)
 def test_forward(row: kernels.ForwardRow) -> None:
-    launches: list[Any] = []
-    with emulator.installed(arch=ARCH, sm_count=kernels.SM_COUNT, launches=launches):
-        backend = EmulatorBackend()
-        row.run(backend)
-        backend.verify()
-    assert [launch[0] for launch in launches] == [row.specialisation(ARCH).name_expression]
+    assert _run(row, ARCH) == [row.specialisation(ARCH).name_expression]
+
+
+@pytest.fixture(scope="module")
+def backward_compiled() -> None:
+    emulator.prefetch(
+        specialisation for row in kernels.BACKWARD for specialisation in row.specialisations(ARCH)
+    )
+
+
+@pytest.mark.usefixtures("backward_compiled")
+@pytest.mark.parametrize("row", kernels.BACKWARD, ids=lambda row: row.name)
+def test_backward(row: kernels.BackwardRow) -> None:
+    expected = [item.name_expression for item in row.specialisations(ARCH)]
+    assert _run(row, ARCH) == expected
+
+
+# Without clusters, and without asynchronous copies either; in other orders of blocks and warps.
+@pytest.mark.parametrize("schedule", ["reverse", 1])
+@pytest.mark.parametrize("arch", [75, 80])
+@pytest.mark.parametrize(
+    "row", (*kernels.FORWARD[::9], *kernels.BACKWARD[::13]), ids=lambda row: row.name
+)
+def test_older_architectures_and_other_schedules(row: Any, arch: int, schedule: str | int) -> None:
+    _run(row, arch, schedule=schedule)

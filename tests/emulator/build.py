@@ -34,6 +34,7 @@ _FLAGS = (
     "-fno-strict-aliasing",
     "-fno-gnu-unique",
     "-w",
+    "-fmax-errors=3",
 )
 _RUNTIME_FLAGS = (*_FLAGS, "-O2", "-g1")
 # Undefined behaviour is always looked for; runtime.cpp holds the handlers.
@@ -207,7 +208,7 @@ def declaration(code: str, name: str) -> Declaration:
     attributes = match["attributes"]
     cluster = _arguments(attributes, "CLUSTER_DIMS") or _arguments(attributes, "__cluster_dims__")
     bounds = _arguments(attributes, "__launch_bounds__")
-    parameters = _arguments(code[match.end() - 1 - len(name) :], name)
+    parameters = _arguments(code[match.end() - 1 - len(name) :], name, "(<", ")>")
     return Declaration(
         template,
         cluster[0] if cluster else "1",
@@ -216,14 +217,14 @@ def declaration(code: str, name: str) -> Declaration:
     )
 
 
-def _arguments(text: str, name: str) -> list[str]:
+def _arguments(text: str, name: str, opening: str = "(", closing: str = ")") -> list[str]:
     """What stands between the brackets of ``name(...)``, split at its commas."""
     start = text.find(f"{name}(")
     if start < 0:
         return []
     depth, begin, found = 0, start + len(name) + 1, []
     for end in range(start + len(name), len(text)):
-        depth += {"(": 1, "<": 1, ")": -1, ">": -1}.get(text[end], 0)
+        depth += (text[end] in opening) - (text[end] in closing)
         if depth == 0 or (depth == 1 and text[end] == ","):
             found.append(text[begin:end].strip())
             begin = end + 1

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What NVRTC makes of the kernels, on a machine without a GPU: registers, spills, SASS.
+
+The modules come from `cupy.RawModule` as the library's do, with its options, headers and name
+mapping. `python -m tests.compiled` writes benchmarks/results/resources.json.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from cupy_rmsnorm import _kernel, _source
+from cupy_rmsnorm._kernel import Specialisation
+from tests import kernels
+
+ARCHS = (75, 80, 86, 89, 90, 100, 120)
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "resources.json"
+UNIT = 50  # specialisations a module
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one instantiation takes on one architecture."""
+
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    shared_bytes: int
+    loads: dict[int, int]  # width in bytes -> instructions that load global memory
+    stores: dict[int, int]
+    asynchronous: dict[int, int]  # the same of copies into shared memory; 0: bulk copies
+
+
+@contextmanager
+def _no_device(arch: int) -> Iterator[None]:
+    """Let CuPy compile for `arch` without asking a GPU. It names private parts of CuPy 14."""
+    from cupy._core import raw
+    from cupy.cuda import compiler, function
+
+    class Module(function.Module):
+        """Keeps the bytes that a driver would load."""
+
+        def load(self, cubin: bytes) -> None:
+            self.cubin = cubin
+
+    with ExitStack() as stack:
+
+        def replace(target: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(target, name, value))
+
+        replace(compiler, "_get_arch", lambda: str(arch))
+        options = compiler._get_arch_for_options_for_nvrtc.__wrapped__
+        replace(compiler, "_get_arch_for_options_for_nvrtc", options)
+        replace(raw, "_get_raw_module", raw._get_raw_module.__wrapped__)
+        replace(compiler, "function", SimpleNamespace(Module=Module))
+        # A module from CuPy's disk cache has no log.
+        stack.enter_context(mock.patch.dict("os.environ", CUPY_CACHE_IN_MEMORY="1"))
+        yield
+
+
+def compile_kernels(
+    specialisations: Iterable[Specialisation], arch: int
+) -> dict[Specialisation, Resources]:
+    """Compile all of them for `arch` and say what each takes."""
+    families: dict[str, list[Specialisation]] = {}
+    for item in dict.fromkeys(specialisations):
+        families.setdefault(item.kernel, []).append(item)
+    found: dict[Specialisation, Resources] = {}
+    for family in families.values():
+        for start in range(0, len(family), UNIT):
+            found |= _compile_module(family[start : start + UNIT], arch)
+    return found
+
+
+def compile_ptx(specialisation: Specialisation, arch: int) -> tuple[str, str]:
+    """The PTX for `arch`, which drivers compile for newer GPUs, and the kernel's name in it."""
+    from cupy.cuda import compiler
+
+    with _no_device(arch), mock.patch.object(compiler, "_use_ptx", True):
+        module = _module([specialisation], None)
+    return module.cubin.decode(), module.mapping[specialisation.name_expression]
+
+
+def _module(specialisations: list[Specialisation], log: io.StringIO | None) -> Any:
+    import cupy
+
+    options = _kernel.OPTIONS if log is None else (*_kernel.OPTIONS, "--ptxas-options=-v")
+    module = cupy.RawModule(
+        code=_source.load(specialisations[0].kernel),
+        options=options,
+        name_expressions=tuple(item.name_expression for item in specialisations),
+    )
+    module.compile(log_stream=log)
+    return module.module
+
+
+def _compile_module(
+    specialisations: list[Specialisation], arch: int
+) -> dict[Specialisation, Resources]:
+    log = io.StringIO()
+    with _no_device(arch):
+        compiled = _module(specialisations, log)
+    usage = _usage(log.getvalue())
+    listing = _disassemble(compiled.cubin)
+    found = {}
+    for item in specialisations:
+        name = compiled.mapping[item.name_expression]
+        registers, stack, spills, shared = usage[name]
+        found[item] = Resources(registers, stack, spills, shared, *_memory(listing[name]))
+    return found
+
+
+_PROPERTIES = re.compile(
+    r"Function properties for (\S+)\s+ptxas\s+\.\s+"
+    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\s+ptxas info\s+: Used (\d+) registers(.*)"
+)
+
+
+def _usage(log: str) -> dict[str, tuple[int, int, int, int]]:
+    """Mangled name -> registers, stack, spills, static shared memory."""
+    usage = {}
+    for name, stack, stores, loads, registers, rest in _PROPERTIES.findall(log):
+        shared = re.search(r"(\d+) bytes smem", rest)
+        spills = int(stores) + int(loads)
+        usage[name] = (int(registers), int(stack), spills, int(shared[1]) if shared else 0)
+    return usage
+
+
+def disassembler() -> str | None:
+    """The program of nvidia-cuda-nvdisasm; None where it is not installed."""
+    folder = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+    candidates = [folder / "cu13/bin/nvdisasm", folder / "cuda_nvdisasm/bin/nvdisasm"]
+    return next((str(path) for path in candidates if path.exists()), shutil.which("nvdisasm"))
+
+
+def _disassemble(cubin: bytes) -> dict[str, str]:
+    """Mangled name -> SASS."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin + b"\0")  # CuPy drops the last byte
+        file.flush()
+        command = [str(disassembler()), "-c", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    parts = re.split(r"^\.text\.(\S+):$", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+_INSTRUCTION = re.compile(r"\b(LDG|STG|LDGSTS|UBLKCP|LD|ST)\b((?:\.\w+)*)")
+
+
+def _memory(sass: str) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
+    loads: Counter[int] = Counter()
+    stores: Counter[int] = Counter()
+    copies: Counter[int] = Counter()
+    for name, suffixes in _INSTRUCTION.findall(sass):
+        parts = suffixes.split(".")
+        bits = next((int(part) for part in parts if part in ("64", "128", "256")), 32)
+        bits = 8 if {"U8", "S8"} & set(parts) else 16 if {"U16", "S16"} & set(parts) else bits
+        if name == "UBLKCP":
+            copies[0] += 1
+        else:
+            kind = {"LDG": loads, "LD": loads, "STG": stores, "ST": stores, "LDGSTS": copies}[name]
+            kind[bits // 8] += 1
+    return dict(loads), dict(stores), dict(copies)
+
+
+def specialisations(arch: int) -> list[Specialisation]:
+    """Those that the table's rows take on `arch`."""
+    return list(dict.fromkeys(row.specialisation(arch) for row in kernels.FORWARD))
+
+
+def table(archs: Iterable[int] = ARCHS) -> list[dict[str, Any]]:
+    """One entry an instantiation and architecture."""
+    entries = []
+    for arch in archs:
+        found = compile_kernels(specialisations(arch), arch)
+        for item, resources in sorted(found.items(), key=lambda pair: pair[0].name_expression):
+            entries.append(
+                {
+                    "arch": arch,
+                    "kernel": item.name_expression,
+                    "registers": resources.registers,
+                    "spill_bytes": resources.spill_bytes,
+                    "shared_bytes": resources.shared_bytes,
+                }
+            )
+    return entries
+
+
+def versions() -> dict[str, str]:
+    """What decides the numbers."""
+    import cupy
+
+    major, minor = cupy.cuda.nvrtc.getVersion()
+    return {"nvrtc": f"{major}.{minor}", "cupy": cupy.__version__}
+
+
+if __name__ == "__main__":
+    lines = ",\n".join(json.dumps(entry) for entry in table())
+    meta = json.dumps(versions())
+    RESULTS.write_text(f'{{"meta": {meta},\n"rows": [\n{lines}\n]}}\n')

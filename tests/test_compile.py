@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every instantiation of the table through the real `cupy.RawModule` compile, without a GPU.
+
+Two architectures take the whole table and the others a share of it, each another one; all of it
+for all of them is in benchmarks/results/resources.json.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import re
+
+import pytest
+
+from cupy_rmsnorm import _source
+from cupy_rmsnorm._dtypes import TABLE
+from cupy_rmsnorm._plan import SHARED_RESERVE, VECTOR_BYTES, shared_limit
+from tests import compiled, kernels
+from tests.compiled import ARCHS, Resources
+from tests.kernels import ForwardRow
+
+REGISTERS = 64 * 1024  # of a multiprocessor; more than a block of them cannot be launched
+# Rare combinations of a long row held in registers with several operands may spill this much, in
+# bytes; what most calls take, a few bytes where the launch bounds say so.
+SPILL_BUDGET, PLAIN_SPILL_BUDGET = 512, 32
+WHOLE = (75, 90)
+SHARE = 8
+
+
+def _missing() -> str | None:
+    if importlib.util.find_spec("cupy") is None:
+        return "needs CuPy with NVRTC: pip install cupy-rmsnorm[cuda12]"
+    if compiled.disassembler() is None:
+        return "needs nvdisasm: pip install nvidia-cuda-nvdisasm"
+    return None
+
+
+pytestmark = pytest.mark.skipif(_missing() is not None, reason=str(_missing()))
+
+
+def _rows(arch: int) -> list[ForwardRow]:
+    rows = list(kernels.FORWARD)
+    return rows if arch in WHOLE else rows[ARCHS.index(arch) :: SHARE]
+
+
+@functools.cache
+def _found(arch: int) -> dict[object, Resources]:
+    return dict(compiled.compile_kernels((row.specialisation(arch) for row in _rows(arch)), arch))
+
+
+@pytest.fixture(params=ARCHS, ids=lambda arch: f"sm_{arch}")
+def arch(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+def test_registers_spills_and_shared_memory_are_within_budget(arch: int) -> None:
+    faults = []
+    for row in _rows(arch):
+        resources, launch = _found(arch)[row.specialisation(arch)], row.launch(arch)
+        shared = resources.shared_bytes + launch.shared_bytes
+        plain = row.mask is None and row.layout == "contiguous" and row.residual is None
+        spills = PLAIN_SPILL_BUDGET if plain else SPILL_BUDGET
+        # Registers are given in eights to a thread.
+        if -(-resources.registers // 8) * 8 * launch.block > REGISTERS:
+            faults.append(f"{row.name}: {resources.registers} registers x {launch.block} threads")
+        if resources.spill_bytes > spills:
+            faults.append(f"{row.name}: {resources.spill_bytes} bytes of spills, {spills} allowed")
+        if shared > shared_limit(arch) + SHARED_RESERVE:
+            faults.append(f"{row.name}: {shared} bytes of shared memory")
+    assert not faults, "\n".join(faults)
+
+
+def test_packs_cross_memory_in_words_as_wide_as_the_plan_says(arch: int) -> None:
+    faults = []
+    for row in _rows(arch):
+        resources, plan = _found(arch)[row.specialisation(arch)], row.plan(arch)
+        itemsizes = TABLE[row.x].itemsize, TABLE[row.y].itemsize
+        copied = sum(resources.asynchronous.values())
+        if row.layout == "misaligned" and row.vec_size > 1:
+            # 8 bytes: sizes and strides that come by pointer.
+            if max(resources.loads) > max(8, itemsizes[0]) or copied:
+                faults.append(f"{row.name}: wide loads {resources.loads} from misaligned rows")
+            continue
+        # A thread's packs are unrolled, except in streamed rows.
+        packs = max(plan.vecs_per_thread, 1)
+        words = [_words(row.vec_size * itemsize) for itemsize in itemsizes]
+        (x_width, x_words), (y_width, y_words) = words
+        loads = resources.loads.get(x_width, 0) + resources.asynchronous.get(x_width, 0)
+        if loads < packs * x_words and not resources.asynchronous.get(0):
+            faults.append(f"{row.name}: {resources.loads}, expected {packs * x_words} x {x_width}")
+        if resources.stores.get(y_width, 0) < packs * y_words:
+            faults.append(f"{row.name}: {resources.stores}, expected {packs * y_words} x {y_width}")
+    assert not faults, "\n".join(faults)
+
+
+def _words(pack_bytes: int) -> tuple[int, int]:
+    """(bytes of a word, words) of a pack."""
+    width = min(pack_bytes, VECTOR_BYTES)
+    return width, pack_bytes // width
+
+
+def test_no_kernel_takes_more_registers_than_recorded(arch: int) -> None:
+    recorded = json.loads(compiled.RESULTS.read_text())
+    if recorded["meta"]["nvrtc"] != compiled.versions()["nvrtc"]:
+        pytest.skip(f"recorded with NVRTC {recorded['meta']['nvrtc']}")
+    before = {
+        entry["kernel"]: entry["registers"] for entry in recorded["rows"] if entry["arch"] == arch
+    }
+    faults = [
+        f"{item.name_expression}: {resources.registers}, recorded {before[item.name_expression]}"
+        for item, resources in _found(arch).items()
+        if resources.registers > before.get(item.name_expression, REGISTERS)
+    ]
+    assert not faults, "\n".join([*faults, "if it is worth it: python -m tests.compiled"])
+
+
+@pytest.mark.parametrize("kernel", sorted({row.plan(90).kernel for row in kernels.FORWARD}))
+def test_ptx_for_the_newest_architecture_compiles(kernel: str) -> None:
+    from cupy.cuda import nvrtc
+
+    newest = max(nvrtc.getSupportedArchs())
+    row = next(row for row in kernels.FORWARD if row.plan(90).kernel == kernel)
+    ptx, name = compiled.compile_ptx(row.specialisation(newest), newest)
+    assert f".target sm_{newest}" in ptx
+    assert f".entry {name}(" in ptx
+
+
+def test_a_pack_without_alignment_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listing tells wide loads from narrow ones, else the tests above could not fail."""
+    row = next(row for row in kernels.FORWARD if row.layout == "contiguous" and row.vec_size == 8)
+    item = row.specialisation(90)
+    before = compiled.compile_kernels([item], 90)[item]
+    code = _source.load(item.kernel)
+    narrow = re.sub(r"struct alignas\(\w+\(.*?\)\) Pack", "struct Pack", code)
+    narrow = narrow.replace("bytes < 16 ? bytes : 16", "bytes < 2 ? bytes : 2")
+    assert narrow != code
+    monkeypatch.setattr(_source, "load", lambda kernel: narrow)
+    after = compiled.compile_kernels([item], 90)[item]
+    assert before.loads.get(16, 0) > 0
+    assert after.loads.get(16, 0) == 0
