@@ -161,6 +161,7 @@ class Forced:
         return dataclasses.replace(plan, early_weight=self.early_weight)
 
     def launch(self, plan: Plan, rows: int) -> Launch:
+        assert plan.kernel == "norm_forward", "other kernels have one launch alone"
         grid = self.grid or -(-rows // self.rows_per_block)
         return Launch(grid, plan.threads_per_row * self.rows_per_block, 0, self.rows_per_block)
 
