@@ -38,6 +38,7 @@ class Results:
         self.meta: dict[str, Any] = study.get("meta", {})
         self.rows: list[Row] = study.get("rows", [])
         self.numerics: list[Row] = study.get("numerics", [])
+        self.training: list[Row] = _read("train.json").get("rows", [])
         self.instructions: list[Row] = _read("instructions.json").get("rows", [])
 
     def us(self, **wanted: Any) -> float | None:
@@ -392,6 +393,23 @@ def block_batch(results: Results) -> str:
                 ]
             )
     return _table(("op", "case", "best study kernel, us (of copy)", "ours", "torch"), lines)
+
+
+def block_training(results: Results) -> str:
+    """Losses by norm, over seeds."""
+    lines = []
+    for norm in dict.fromkeys(row["norm"] for row in results.training):
+        rows = [row for row in results.training if row["norm"] == norm]
+        losses = [row["valid_loss"] for row in rows]
+        lines.append(
+            [
+                norm,
+                " ".join(f"{loss:.4f}" for loss in losses),
+                f"{sum(losses) / len(losses):.4f}",
+                f"{sum(row['train_loss'] for row in rows) / len(rows):.4f}",
+            ]
+        )
+    return _table(("norm", "validation loss by seed", "mean", "training loss, mean"), lines)
 
 
 def _instructions(results: Results, picked: Iterable[tuple[str, str]], dlcm: bool = False) -> str:

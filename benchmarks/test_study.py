@@ -77,7 +77,7 @@ def _fastest_copy(candidates: dict[tuple[str, str], Any], placements: int) -> st
 
 
 @pytest.mark.benchmark(timer=device_seconds)
-@pytest.mark.parametrize(("case", "dtype", "op", "name"), _parameters())
+@pytest.mark.parametrize(("case", "dtype", "op", "name"), list(_parameters()))
 def test_study(benchmark: Any, case: _study.Case, dtype: str, op: str, name: str) -> None:
     import cupy
 
