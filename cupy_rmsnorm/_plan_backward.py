@@ -28,6 +28,9 @@ MAX_BLOCKS_PER_SM = 2  # bounds the workspace: parts of dweight are 2 * SMs at m
 MAX_STAGES = 4
 # Shared memory for statistics on their way and for the reduction's slots, beyond `_plan`'s reserve.
 EXTRA_RESERVE = 1024
+# With the statistics of many short rows a block may exceed the 48 KB that it has unasked though the
+# ring alone does not. From the first number of bytes on it takes the second, for which it must ask.
+ASK_FROM, ASKED = 31 * 1024, 47 * 1024 + 16
 # Up to this many bytes of parts the last block sums them, else a launch of its own.
 LAST_BLOCK_BYTES = 256 * 1024
 # Up to so many rows an SM, blocks beside those of dx sum dweight and dbias from x and dout.
@@ -57,6 +60,10 @@ class BackwardLaunch:
 def ring_limit(arch: int) -> int:
     """Bytes of shared memory that a ring of rows may take in one block."""
     return shared_limit(arch) - EXTRA_RESERVE
+
+
+def _asked(shared_bytes: int) -> int:
+    return max(shared_bytes, ASKED) if shared_bytes >= ASK_FROM else shared_bytes
 
 
 def choose_backward_plan(hidden_size: int, x_dtype: str, staged_itemsize: int, arch: int) -> Plan:
@@ -115,7 +122,7 @@ def choose_backward_launch(
         "norm_backward",
         grid=grid,
         block=block,
-        shared_bytes=stages * stage_bytes,
+        shared_bytes=_asked(stages * stage_bytes),
         rows_per_block=rows_per_block,
         stages=stages,
         parts=parts,
@@ -138,7 +145,12 @@ def choose_few_launch(
     parts = -(-rows // rows_per_block)
     columns = -(-(hidden_size // plan.vec_size) // FEW_COLUMN_PACKS)
     return BackwardLaunch(
-        "norm_backward_few", parts + columns, block, shared_bytes, rows_per_block, parts=parts
+        "norm_backward_few",
+        parts + columns,
+        block,
+        _asked(shared_bytes),
+        rows_per_block,
+        parts=parts,
     )
 
 
