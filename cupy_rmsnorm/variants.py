@@ -671,8 +671,8 @@ def eps_inside(x: Any, *, eps: float = EPS) -> Any:
     Examples
     --------
     >>> import numpy as np
-    >>> float(eps_inside(np.full(4, 1e-3), eps=1e-6)[0])
-    0.7071067811865475
+    >>> round(float(eps_inside(np.full(4, 1e-3), eps=1e-6)[0]), 6)
+    0.707107
     """
     return x / ((x * x).mean(-1)[..., None] + eps) ** 0.5
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 
-from benchmarks import instructions
-from cupy_rmsnorm import _kernel, _source, _study, variants
+from benchmarks import instructions, study_report
+from cupy_rmsnorm import _kernel, _source, _study, cli, variants
 from cupy_rmsnorm._dtypes import TABLE as DTYPES
 from cupy_rmsnorm._kernel import DeviceProperties
 from cupy_rmsnorm.variants import TABLE, Variant
@@ -500,6 +502,76 @@ def test_both_places_of_eps() -> None:
         np.testing.assert_allclose(inside, rms / math.hypot(rms, math.sqrt(eps)), rtol=1e-12)
         np.testing.assert_allclose(outside, rms / (rms + eps), rtol=1e-12)
         assert (inside < outside) == (rms < 0.5)  # 1 - eps / (2 rms^2) against 1 - eps / rms
+
+
+# The command ----------------------------------------------------------------------------------
+
+
+def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["study", "--list"]) == 0
+    printed = capsys.readouterr().out
+    assert all(variant.name in printed for variant in TABLE)
+    for case in ("4096x512 times 100", "8192x8192", "32x128x768", "1024x128x16384"):
+        assert case in printed
+
+
+def test_without_a_gpu_it_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.object(_study._info, "available", return_value=(False, "there is none")):
+        assert cli.main(["study"]) == 2
+    assert "the study needs a GPU: there is none" in capsys.readouterr().err
+
+
+def test_files_that_hold_no_activations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.savez(tmp_path / "x.npz", x=np.ones(3))
+    for name, message in (("x.npz", "must hold one uint16 array"), ("y.npz", "cannot read")):
+        assert cli.main(["study", "--list", "--activations", str(tmp_path / name)]) == 2
+        assert message in capsys.readouterr().err
+
+
+def rows() -> list[_study.Row]:
+    return [
+        _study.Row(op, "float16", 4096, size, impl, us, 10 / us, f"4096x{size}", 1000 / us)
+        for op in _study.OPS
+        for size in (512, 1024)
+        for impl, us in (("copy", 10.0), ("f16x8_pack_f32", 12.5))
+    ]
+
+
+def test_files_of_results(tmp_path: Path) -> None:
+    table = rows()
+    table[1].right_rows, table[1].checked_rows = 63, 64
+    table[1].values = (0.5, math.nan)
+    with mock.patch.object(_study, "_meta", return_value={"device": "none"}):
+        _study._write_json(tmp_path / "new" / "s.json", table, [{"claim": "eps"}])
+    written = json.loads((tmp_path / "new" / "s.json").read_text())
+    assert written["meta"] == {"device": "none"}
+    assert written["numerics"] == [{"claim": "eps"}]
+    assert len(written["rows"]) == len(table)
+    row = written["rows"][1]
+    assert row["op"] == "rms_norm"
+    assert row["impl"] == "f16x8_pack_f32"
+    assert (row["us"], row["ratio"], row["values"]) == (12.5, 0.8, [0.5, "nan"])
+    _study._write_csv(tmp_path / "s.csv", table)
+    lines = (tmp_path / "s.csv").read_text().splitlines()
+    assert len(lines) == 1 + len(table)
+    assert lines[0].startswith("op,dtype,rows,hidden_size,impl,us,ratio")
+
+
+def test_plots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with mock.patch.object(_study, "_peak_gflops", return_value=6e4):
+        _study.plot(tmp_path, rows())
+    names = {path.name for path in tmp_path.iterdir()}
+    kinds = ("bandwidth", "roofline")
+    assert names == {f"{kind}-{op}-float16.svg" for kind in kinds for op in _study.OPS}
+
+
+def test_the_tables_of_the_documentation_follow_the_results() -> None:
+    """Otherwise: python -m benchmarks.study_report."""
+    text = study_report.DOCUMENT.read_text()
+    assert study_report.fill(text, study_report.Results()) == text
+    marks = re.findall(r"<!-- begin (\w+) -->", text)
+    assert sorted(marks) == sorted(study_report.BLOCKS)
 
 
 # On a GPU -------------------------------------------------------------------------------------
