@@ -317,6 +317,35 @@ def test_dx_does_not_know_its_batch(
     compare.equal(without["dx"], whole, "without dweight")
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_long_rows(backend: Backend, norm: str, dtype: str) -> None:
+    """Layout, place and neighbours change no bit of a row that no backend holds whole."""
+    shape = (3, 140_001)
+    case = full_case(shape, dtype, norm=norm)
+    arriving = inputs.array(shape, dtype, seed=6)
+    given = gradient(shape, dtype, added=True, dresidual_out=arriving)
+    expected = run(backend, case, given)
+    for layout in ("row_gap_3", "inner_2", "transposed"):
+        laid = case.but(x=inputs.lay(case.x, layout))
+        dx = backend.output(laid.x)
+        laid_given = Gradient(
+            dout=inputs.lay(given.dout, layout),
+            added=True,
+            dresidual_out=inputs.lay(arriving, layout),
+        )
+        same(run(backend, laid, laid_given, dx=dx), expected, f"{layout}, in place")
+        backend.verify()
+        backend.forget()
+    alone = Gradient(dout=given.dout[1:2].copy(), added=True, dresidual_out=arriving[1:2].copy())
+    got = run(backend, case.but(x=case.x[1:2].copy()), alone)
+    compare.equal(got["dx"], expected["dx"][1:2], "dx alone")
+    broadcast = Gradient(dout=np.broadcast_to(given.dout[:1], shape))
+    dense = Gradient(dout=np.array(broadcast.dout))
+    same(run(backend, case, broadcast), run(backend, case, dense), "a broadcast dout")
+
+
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("shape", [(1, 48), (1027, 48), (9, 4096)])
 def test_repeats_are_equal(backend: Backend, norm: str, shape: tuple[int, ...]) -> None:

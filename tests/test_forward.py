@@ -268,6 +268,24 @@ def test_a_row_does_not_know_its_batch(
     compare.equal(run(backend, cube)["y"].reshape(256, -1), whole["y"][:256], "as a cube")
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_long_rows(backend: Backend, norm: str, dtype: str) -> None:
+    """Layout, place and neighbours change no bit of a row that no backend holds whole."""
+    case = full_case((3, 140_001), dtype, norm=norm, residual_dtype=dtype)
+    expected = run(backend, case)
+    for layout in ("row_gap_3", "inner_2", "transposed"):
+        laid = case.but(x=inputs.lay(case.x, layout), residual=inputs.lay(case.residual, layout))
+        same(run(backend, laid, layout), expected, layout)
+        into = {"y": backend.output(laid.residual), "residual_out": backend.output(laid.x)}
+        same(run(backend, laid, **into), expected, f"{layout}, in place")
+        backend.verify()
+        backend.forget()
+    alone = case.but(x=case.x[1:2].copy(), residual=case.residual[1:2].copy())
+    same(run(backend, alone), {name: part[1:2] for name, part in expected.items()}, "alone")
+
+
 @pytest.mark.parametrize("norm", NORMS)
 def test_repeats_are_equal(backend: Backend, norm: str) -> None:
     case = full_case((9, 769), "float16", norm=norm, residual_dtype="float16")

@@ -149,3 +149,37 @@ def test_backward_with_saved_statistics(backend: Backend, norm: str) -> None:
     dout = inputs.array(case.x.shape, "bfloat16", seed=2)
     given = Gradient(dout=dout, rstd=saved["rstd"], mean=saved.get("mean"))
     check_backward(case, given, backward(backend, case, given))
+
+
+# Rows that no backend holds whole, and work for more threads or blocks than one.
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("masked", ["keep", "zero"])
+@pytest.mark.parametrize("shape", [(2, 3, 140_001), (40, 9, 1024)])
+def test_large(backend: Backend, norm: str, masked: str, shape: tuple[int, ...]) -> None:
+    size = shape[-1]
+    where = np.arange(shape[0] * shape[1]).reshape(shape[:2]) % 3 != 1
+    case = Case(
+        x=inputs.lay(inputs.array(shape, "bfloat16")),
+        norm=norm,
+        weight=inputs.weight((shape[1], size), "float32"),
+        bias=inputs.bias((shape[1], size), "float32"),
+        residual=inputs.lay(inputs.array(shape, "bfloat16", seed=1), "row_gap_3"),
+        per_head=True,
+        where=where,
+        masked=masked,
+    )
+    into = {"y": backend.output(case.x), "residual_out": backend.output(case.residual)}
+    for statistic in ("mean", "rstd") if norm == "layer" else ("rstd",):
+        into[statistic] = backend.empty(shape[:2], "float32")
+    got = forward(backend, case, statistics=True, **into)
+    check_forward(case, got, before={"y": case.x, "residual_out": case.residual})
+
+    after = case.but(x=got["residual_out"], residual=None)
+    arriving = inputs.array(shape, "bfloat16", seed=2)
+    statistics = {name: got[name] for name in ("mean", "rstd") if name in got}
+    given = Gradient(dout=arriving, added=True, dresidual_out=arriving, **statistics)
+    dx = backend.output(after.x)
+    check_backward(after, given, backward(backend, after, given, dx=dx))
+    before, given = case.but(x=case.x.copy(), residual=None), Gradient(dout=arriving)
+    check_backward(before, given, backward(backend, before, given))
