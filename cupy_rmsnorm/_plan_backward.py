@@ -73,8 +73,10 @@ def choose_backward_plan(hidden_size: int, x_dtype: str, staged_itemsize: int, a
     vec_size = vector_size(hidden_size, itemsize)
     packs = hidden_size // vec_size
     held = max(1, HELD_WORDS // (words * vec_size))
-    if packs <= WARP:
-        return Plan("norm_backward", vec_size, 1, 1 << (packs - 1).bit_length())
+    threads = -(-packs // held)
+    if threads <= WARP:
+        threads = 1 << (threads - 1).bit_length()
+        return Plan("norm_backward", vec_size, -(-packs // threads), threads)
     most = held if words > 1 else 2 * held
     for vecs, cluster_size in itertools.product((held, most), CLUSTER_SIZES):
         share = -(-packs // cluster_size)

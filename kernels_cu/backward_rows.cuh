@@ -53,6 +53,7 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
     const int begin = min(rank * share, packs);
     const int end = min(begin + share, packs);
     const A count = static_cast<A>(arguments.hidden_size);
+    const A inverse_count = A(1) / count;
 
     const auto owns = [=](int vec) { return FULL || begin + thread + vec * THREADS_PER_ROW < end; };
     // Where this thread's packs begin in a row, and how far they lie apart.
@@ -217,8 +218,8 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
                 gradient.rstd = reciprocal_sqrt(sums[SQUARES] / count + arguments.eps);
             }
             if constexpr (WANT_DX) {
-                gradient.mean_g_xhat = mul_rn(sums[0] / count, gradient.rstd);
-                if constexpr (NORM == LAYER) gradient.mean_g = sums[G] / count;
+                gradient.mean_g_xhat = mul_rn(mul_rn(sums[0], inverse_count), gradient.rstd);
+                if constexpr (NORM == LAYER) gradient.mean_g = mul_rn(sums[G], inverse_count);
             }
         }
 

@@ -37,11 +37,12 @@ __device__ __forceinline__ void store_column_sums(T* out, A (&sums)[VEC_SIZE], i
     __syncthreads();  // the room is read before the next sums overwrite it
 }
 
-// Blocks of an SM for __launch_bounds__: two where registers suffice, one of dx beside one of
-// dweight.
-template <Norm NORM, typename X>
+// Blocks of an SM for __launch_bounds__, as `least_blocks`: two where registers suffice, one of dx
+// beside one of dweight.
+template <Norm NORM, typename X, typename D, typename R, typename W>
 __host__ __device__ constexpr int few_blocks(int elements) {
-    return NORM == RMS && elements * sizeof(X) <= 32 ? 2 : 0;
+    if (NORM == RMS && elements * sizeof(X) <= 32 && is_held<X, D, R, W>(elements)) return 2;
+    return least_blocks<X, D, R, W>(elements);
 }
 
 template <Norm NORM, typename DX, typename DW, typename DB, typename D, typename X, typename R,
@@ -49,7 +50,7 @@ template <Norm NORM, typename DX, typename DW, typename DB, typename D, typename
           int ROWS_PER_BLOCK, int COLUMNS, bool FULL, bool ALIGNED, bool SPLIT_ROWS,
           bool CAST_BEFORE_WEIGHT, bool ASYNC, Mask MASK>
 __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK,
-                                  few_blocks<NORM, X>(VECS_PER_THREAD* VEC_SIZE))
+                                  few_blocks<NORM, X, D, R, W>(VECS_PER_THREAD* VEC_SIZE))
     norm_backward_few(const BackwardArguments<DX, DW, DB, D, X, R, W, V> arguments) {
     using A = typename Accumulation<X>::type;
     constexpr int BLOCK = THREADS_PER_ROW * ROWS_PER_BLOCK;

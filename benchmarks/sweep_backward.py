@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times every backward plan that makes sense for a shape, and checks what each computes.
+
+``python benchmarks/sweep_backward.py --json FILE`` writes one row a candidate; the tables in
+``cupy_rmsnorm/_plan_backward.py`` are read off the fastest ones. The yardstick is 1.5 times the
+copy of two tensors of the same run (2 times with a separate gradient of the residual).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cupy_rmsnorm import _bench, _cuda_backward, _kernel, _plan, _plan_backward
+from cupy_rmsnorm._cuda_backward import BackwardKind
+from cupy_rmsnorm._dtypes import TABLE, numpy_dtype
+from cupy_rmsnorm._plan import Plan
+from cupy_rmsnorm._plan_backward import BackwardLaunch
+
+# (operation, dtype, rows, hidden_size)
+SHAPES = [
+    ("rms_norm", "bfloat16", 16384, 4096),
+    ("rms_norm", "bfloat16", 8192, 8192),
+    ("rms_norm", "bfloat16", 16384, 7168),
+    ("rms_norm", "float32", 8192, 4096),
+    ("rms_norm", "bfloat16", 131072, 128),
+    ("rms_norm", "bfloat16", 4096, 32768),
+    ("rms_norm", "bfloat16", 4096, 512),
+    ("rms_norm", "bfloat16", 128, 8192),
+    ("layer_norm", "bfloat16", 16384, 4096),
+    ("layer_norm", "bfloat16", 8192, 8192),
+    ("layer_norm", "bfloat16", 16384, 7168),
+    ("layer_norm", "float32", 8192, 4096),
+    ("layer_norm", "bfloat16", 131072, 128),
+    ("layer_norm", "bfloat16", 4096, 32768),
+    ("layer_norm", "bfloat16", 4096, 512),
+    ("add_rms_norm", "bfloat16", 16384, 4096),
+    ("add_rms_norm", "bfloat16", 131072, 128),
+    ("add_rms_norm", "bfloat16", 4096, 32768),
+    ("add_layer_norm", "bfloat16", 8192, 8192),
+]
+EPS = 1e-6
+
+
+def kind_of(op: str, dtype: str) -> BackwardKind:
+    layer = "layer" in op
+    return BackwardKind(
+        norm="layer" if layer else "rms",
+        dx=dtype,
+        dweight=dtype,
+        dbias=dtype if layer else None,
+        dout=dtype,
+        x=dtype,
+        dresidual_out=dtype if op.startswith("add") else None,
+        weight=dtype,
+        given_mean=layer,
+        given_rstd=True,
+    )
+
+
+def candidate_plans(kind: BackwardKind, hidden_size: int) -> list[Plan]:
+    vec_size = _plan.vector_size(hidden_size, TABLE[kind.x].itemsize)
+    packs = hidden_size // vec_size
+    plans = []
+    for cluster_size in (1, 2, 4, 8):
+        share = -(-packs // cluster_size)
+        if cluster_size > 1 and share * vec_size < 4096:
+            continue
+        for vecs in (1, 2, 4, 8):
+            threads = -(-share // vecs)
+            threads = -(-threads // 32) * 32 if threads > 32 else 1 << (threads - 1).bit_length()
+            words = vecs * vec_size * (2 if kind.dbias else 1)
+            if threads > 1024 or threads < 8 or vecs * vec_size > 32 or words > 64:
+                continue
+            if threads * vecs * vec_size * cluster_size > 1.2 * hidden_size:
+                continue
+            if threads * (words + vecs * vec_size * 3 // 2 + 36) > 65536:
+                continue
+            if cluster_size > 1 and threads < 128:
+                continue
+            plans.append(Plan("norm_backward", vec_size, vecs, threads, cluster_size))
+    return plans
+
+
+def candidate_launches(
+    plan: Plan, kind: BackwardKind, rows: int, part_bytes: int, sm_count: int
+) -> list[BackwardLaunch]:
+    launches = []
+    threads = plan.threads_per_row
+    limit = _plan.shared_limit(90)
+    for block in (128, 256, 512, 1024):
+        rows_per_block = max(1, block // threads)
+        if plan.cluster_size > 1:
+            rows_per_block = 1
+        size = rows_per_block * threads
+        if launches and size == launches[-1].block:
+            continue
+        stage_bytes = size * plan.vecs_per_thread * plan.vec_size * kind.staged_itemsize
+        for blocks_per_sm in (1, 2):
+            if size * blocks_per_sm > 1024 or (size * blocks_per_sm < 256 and rows > 1024):
+                continue
+            fitting = limit // (stage_bytes * blocks_per_sm)
+            for stages in sorted({2, max(2, min(4, fitting))}):
+                if stages * stage_bytes * blocks_per_sm > limit:
+                    continue
+                if rows > 1024 and stages * stage_bytes * blocks_per_sm < 32 * 1024:
+                    continue
+                units = blocks_per_sm * sm_count // plan.cluster_size
+                if plan.cluster_size > 2:
+                    units -= units % _plan_backward.GPU_PARTS
+                groups = -(-rows // rows_per_block)
+                for last in (False, True) if rows * part_bytes < 2**24 else (False,):
+                    parts = min(groups, units)
+                    if last and parts * part_bytes > 2**20:
+                        continue
+                    launches.append(
+                        BackwardLaunch(
+                            "norm_backward",
+                            grid=parts * plan.cluster_size,
+                            block=size,
+                            shared_bytes=stages * stage_bytes,
+                            rows_per_block=rows_per_block,
+                            stages=stages,
+                            parts=parts,
+                            last_block_sums=last,
+                        )
+                    )
+    return launches
+
+
+class Buffers:
+    """A ring of placements of one shape's arrays, and one workspace."""
+
+    def __init__(self, kind: BackwardKind, rows: int, hidden_size: int, parts: int) -> None:
+        import cupy
+
+        dtype = numpy_dtype(kind.x)
+        size = rows * hidden_size
+        names = ["dx", "dout", "x"] + (["dresidual_out"] if kind.dresidual_out else [])
+        self.nbytes = size * TABLE[kind.x].itemsize * len(names)
+        self.tensors = len(names)
+        self.count = _bench.placement_count(self.nbytes)
+        self.rows, self.hidden_size, self.kind = rows, hidden_size, kind
+        self.rings = {n: _bench.ring((rows, hidden_size), dtype, self.count) for n in names}
+        for name in names[1:]:
+            values = cupy.random.standard_normal((min(rows, 1000), hidden_size), dtype="float32")
+            for array in self.rings[name]:
+                for first in range(0, rows, len(values)):
+                    part = array[first : first + len(values)]
+                    part[...] = values[: len(part)].astype(dtype)
+        self.weight = (1 + 0.5 * cupy.random.standard_normal(hidden_size)).astype(dtype)
+        self.dweight = cupy.empty(hidden_size, dtype)
+        self.dbias = cupy.empty(hidden_size, dtype)
+        self.parts = cupy.empty((2, parts, hidden_size), "float32")
+        self.arrivals = cupy.empty(4096, "int64")
+        self.arrivals.fill(-1)
+        x = self.rings["x"][0].astype("float32")
+        self.mean = x.mean(-1)
+        if kind.norm == "layer":
+            x = x - self.mean[:, None]
+        self.rstd = 1 / cupy.sqrt((x * x).mean(-1) + cupy.float32(EPS))
+        del x
+        self._expect()
+
+    def _expect(self) -> None:
+        import cupy
+
+        at = [0, 1, self.rows // 2, self.rows - 1]
+        self.at = at
+
+        def wide(name: str, select: Any) -> Any:
+            array = self.rings[name][0]
+            if isinstance(select, slice):
+                return array[select].astype("float64")
+            return cupy.concatenate([array[r : r + 1].astype("float64") for r in select])
+
+        def gradients(select: Any) -> tuple[Any, Any, Any]:
+            x, dout = wide("x", select), wide("dout", select)
+            if self.kind.norm == "layer":
+                x = x - self.mean[select][:, None].astype("float64")
+            rstd = self.rstd[select][:, None].astype("float64")
+            xhat = x * rstd
+            g = dout * self.weight.astype("float64")
+            dx = g - xhat * (g * xhat).mean(-1, keepdims=True)
+            if self.kind.norm == "layer":
+                dx = dx - g.mean(-1, keepdims=True)
+            dx = dx * rstd
+            if self.kind.dresidual_out:
+                dx = dx + wide("dresidual_out", select)
+            return dx, dout * xhat, dout
+
+        self.dx = gradients(at)[0]
+        self.sums = cupy.zeros((2, self.hidden_size))
+        step = max(1, 2**24 // self.hidden_size)
+        for first in range(0, self.rows, step):
+            _, dweight, dbias = gradients(slice(first, first + step))
+            self.sums[0] += dweight.sum(0)
+            self.sums[1] += dbias.sum(0)
+
+    def arguments(self, launch: BackwardLaunch, i: int) -> dict[str, Any]:
+        arguments: dict[str, Any] = dict.fromkeys(
+            (name for name, _ in _kernel.BACKWARD_PARAMETERS), 0
+        )
+        arguments |= {
+            "rows": self.rows,
+            "hidden_size": self.hidden_size,
+            "inner_rows": self.rows,
+            "heads": 1,
+            "parts": launch.parts,
+            "elements": self.hidden_size,
+            "call": 12345,
+            "eps": EPS,
+            "weight": self.weight.data.ptr,
+            "mean": self.mean.data.ptr,
+            "rstd": self.rstd.data.ptr,
+            "dweight": self.dweight.data.ptr,
+            "dbias": self.dbias.data.ptr,
+            "dweight_parts": self.parts[0].data.ptr,
+            "dbias_parts": self.parts[1].data.ptr,
+            "arrivals": self.arrivals.data.ptr if launch.last_block_sums else 0,
+        }
+        for name, ring in self.rings.items():
+            arguments[name] = ring[i].data.ptr
+            arguments[f"{name}_strides.inner"] = self.hidden_size
+        return arguments
+
+    def wrong(self) -> dict[str, float]:
+        """Largest errors over the scale of each result."""
+        import cupy
+
+        dx = self.rings["dx"][0]
+        dx = cupy.concatenate([dx[r : r + 1].astype("float64") for r in self.at])
+        errors = {"dx": float(abs(dx - self.dx).max() / abs(self.dx).max())}
+        for i, name in enumerate(("dweight", "dbias")):
+            if getattr(self.kind, name):
+                got = getattr(self, name).astype("float64")
+                errors[name] = float(abs(got - self.sums[i]).max() / abs(self.sums[i]).max())
+        return errors
+
+
+def sweep(op: str, dtype: str, rows: int, hidden_size: int, rounds: int) -> list[dict[str, Any]]:
+    import cupy
+
+    kind = kind_of(op, dtype)
+    properties = _kernel.device_properties(0)
+    part_bytes = hidden_size * 4 * kind.sums
+    pairs = [
+        (plan, launch)
+        for plan in candidate_plans(kind, hidden_size)
+        for launch in candidate_launches(plan, kind, rows, part_bytes, properties.sm_count)
+    ]
+    chosen = _plan_backward.choose_backward_plan(
+        hidden_size, kind.x, kind.staged_itemsize, properties.arch
+    )
+    chosen_launch = _plan_backward.choose_backward_launch(
+        chosen, rows, 1, kind.staged_itemsize, part_bytes, properties.arch, properties.sm_count
+    )
+    for plan in dict.fromkeys(plan for plan, _ in pairs):
+        few = _plan_backward.choose_few_launch(
+            plan, hidden_size, rows, kind.staged_itemsize, properties.arch, properties.sm_count
+        )
+        if few is not None:
+            pairs.append((plan, few))
+            if plan == chosen:
+                chosen_launch = few
+    if (chosen, chosen_launch) not in pairs:
+        pairs.append((chosen, chosen_launch))
+
+    def build(pair: tuple[Plan, BackwardLaunch]) -> Any:
+        plan, launch = pair
+        specialisation = _cuda_backward.specialise_backward(
+            kind, hidden_size, plan, launch, arch=properties.arch, aligned=True, split_rows=False
+        )
+        return _kernel.function(specialisation, 0, launch.shared_bytes)
+
+    with ThreadPoolExecutor(16) as pool:
+        functions = list(pool.map(build, pairs))
+    sum_function = _kernel.function(_cuda_backward.specialise_sum(kind), 0, 0)
+    sum_grid = _plan_backward.sum_grid(hidden_size)
+    buffers = Buffers(kind, rows, hidden_size, max(launch.parts for _, launch in pairs))
+    candidates, found, failed = {}, {}, []
+    for (plan, launch), function in zip(pairs, functions, strict=True):
+        packed = [
+            _kernel.pack("norm_backward", kind.accumulation, buffers.arguments(launch, i))
+            for i in range(buffers.count)
+        ]
+        packed_sum = _kernel.pack(
+            "norm_backward_sum", kind.accumulation, buffers.arguments(launch, 0)
+        )
+
+        def call(
+            i: int,
+            function: Any = function,
+            launch: BackwardLaunch = launch,
+            packed: Any = packed,
+            packed_sum: Any = packed_sum,
+        ) -> None:
+            stream = cupy.cuda.get_current_stream().ptr
+            _kernel.launch(
+                function, launch.grid, launch.block, launch.shared_bytes, stream, packed[i]
+            )
+            if launch.kernel == "norm_backward" and not launch.last_block_sums:
+                _kernel.launch(
+                    sum_function, sum_grid, _plan_backward.SUM_THREADS, 0, stream, packed_sum
+                )
+
+        for array in (buffers.rings["dx"][0], buffers.dweight, buffers.dbias):
+            array.view("uint8").fill(255)
+        buffers.parts.fill(float("nan"))
+        call(0)
+        cupy.cuda.Device().synchronize()
+        errors = buffers.wrong()
+        if not all(error < 1e-2 for error in errors.values()):
+            print("WRONG", op, plan, launch, errors, flush=True)
+            failed.append((plan, launch))
+            continue
+        name = f"{plan} {launch}"
+        candidates[name], found[name] = call, (plan, launch)
+    times = _bench.race(
+        candidates,
+        nbytes=buffers.nbytes // buffers.tensors * 2,
+        placements=buffers.count,
+        rounds=rounds,
+    )
+    floor = times.pop("copy") * buffers.tensors / 2
+    shape = {"op": f"{op}_backward", "dtype": dtype, "rows": rows, "hidden_size": hidden_size}
+    result = [{**shape, "impl": "copy", "us": floor * 1e6, "ratio": 1.0}]
+    for name, seconds in sorted(times.items(), key=lambda item: item[1]):
+        plan, launch = found[name]
+        result.append(
+            {
+                **shape,
+                "impl": "ours",
+                "us": round(seconds * 1e6, 3),
+                "ratio": round(floor / seconds, 4),
+                "chosen": (plan, launch) == (chosen, chosen_launch),
+                **dataclasses.asdict(plan),
+                **dataclasses.asdict(launch),  # its kernel is the one that ran
+            }
+        )
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="substring of 'op dtype rowsxhidden_size'")
+    parser.add_argument("--seconds", type=float, default=240, help="begin no shape after so long")
+    options = parser.parse_args()
+    path = options.json
+    if path is None and "OUT" in os.environ:
+        path = Path(os.environ["OUT"]) / "sweep_backward.json"
+    rows = []
+    start = time.perf_counter()
+    for shape in SHAPES:
+        label = f"{shape[0]} {shape[1]} {shape[2]}x{shape[3]}"
+        if options.only not in label or time.perf_counter() - start > options.seconds:
+            continue
+        begin = time.perf_counter()
+        try:
+            found = sweep(*shape, rounds=options.rounds)
+        except Exception:
+            traceback.print_exc()
+            continue
+        rows += found
+        print(
+            f"{label}: floor {found[0]['us']:.2f} us, {len(found) - 1} candidates, "
+            f"{time.perf_counter() - begin:.1f} s"
+        )
+        shown = found[1:5] + [row for row in found[5:] if row["chosen"]]
+        for row in shown:
+            print(
+                f"   {row['us']:8.2f} us {row['ratio']:.3f} {row['kernel']} "
+                f"{row['threads_per_row']}x{row['vecs_per_thread']} cluster {row['cluster_size']} "
+                f"rows {row['rows_per_block']} stages {row['stages']} parts {row['parts']} "
+                f"last {row['last_block_sums']}{' CHOSEN' if row['chosen'] else ''}",
+                flush=True,
+            )
+        if path:
+            path.write_text(json.dumps({"rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
