@@ -194,12 +194,13 @@ def run(
     races = [Race(case, dtype, ops, args.variant, rows) for case, dtype in jobs]
     with progress("Compiling", 1):
         _load(races)
+    numerics = numeric_claims()
     table: list[Row] = []
     with progress("Study", len(races)) as bar:
         for race in races:
             table += _print_rows(race, race.run(args.show_all))
+            _free_memory()  # the next race has other sizes
             bar.step(1)
-    numerics = numeric_claims()
     print(f"\n{len(table)} rows in {time.monotonic() - begin:.0f} s")
     if args.csv is not None:
         _write_csv(args.csv, table)
@@ -271,8 +272,6 @@ class Race:
 
     def run(self, show_all: bool) -> list[Row]:
         """Check and time every candidate."""
-        import cupy
-
         xs, ys, candidates = self.prepare()
         checks = {}
         for (op, name), call in candidates.items():
@@ -294,10 +293,6 @@ class Race:
             row.wall_us = 1e6 * _wall_seconds(call, seconds, WALL_SECONDS[self.case.group])
             row.right_rows, row.checked_rows, row.values = checks[op, name]
             table.append(row)
-        del xs, ys, candidates
-        cupy.get_default_memory_pool().free_all_blocks()
-        if "torch" in sys.modules:
-            sys.modules["torch"].cuda.empty_cache()
         return table
 
     def _row(self, op: str, name: str, seconds: float, copy: float) -> Row:
@@ -385,14 +380,17 @@ def _peers(op: str, dtype: str, xs: list[Any], ys: list[Any], nbytes: int) -> di
     """This library's public function, torch's, and the unfused expression of CuPy and torch."""
     ours = rms_norm if op == "rms_norm" else layer_norm
     naive = variants.naive_rms_norm if op == "rms_norm" else variants.naive_layer_norm
-    kept: list[Any] = [None] * len(xs)  # alive, so that outputs rotate like those given by out=
+    small = nbytes <= NAIVE_BYTES
+    # Alive, so that outputs rotate like those given by out=. A large one leaves the cache anyway.
+    kept: list[Any] = [None] * len(xs)
 
     def keep(function: Callable[[Any], Any], arrays: list[Any], i: int) -> Any:
-        kept[i] = function(arrays[i])
-        return kept[i]
+        y = function(arrays[i])
+        if small:
+            kept[i] = y
+        return y
 
     found: dict[str, Outputs] = {"ours": lambda i: ours(xs[i], eps=EPS, out=ys[i])}
-    small = nbytes <= NAIVE_BYTES
     if dtype != "bfloat16" and small:  # CuPy computes nothing in bfloat16
         found["cupy naive"] = partial(keep, naive, xs)
     try:
@@ -435,6 +433,14 @@ def _wall_seconds(call: Outputs, seconds: float, limit: float) -> float:
         call(0)
     stream.synchronize()
     return (time.perf_counter() - begin) / iterations
+
+
+def _free_memory() -> None:
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()
 
 
 # Arrays --------------------------------------------------------------------------------------
@@ -642,10 +648,12 @@ def _commit() -> str | None:
 
 def _peak_gflops() -> float:
     """float32, without the tensor cores: 128 multiply-adds a cycle and multiprocessor."""
-    import cupy
+    from cupy.cuda import runtime
 
-    attributes = cupy.cuda.Device().attributes
-    return float(attributes["MultiProcessorCount"] * 128 * 2 * attributes["ClockRate"] / 1e6)
+    device = _current_device()
+    count = runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device)
+    kilohertz = runtime.deviceGetAttribute(runtime.cudaDevAttrClockRate, device)
+    return float(count * 128 * 2 * kilohertz / 1e6)
 
 
 # Floating-point operations an element, divisions and roots left out: they are one a row.

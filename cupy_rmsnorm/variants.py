@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from . import _border, _kernel, _libraries, _overlap, _refuse, _source
 from ._call import Array, Norm
 from ._dtypes import TABLE as DTYPES
@@ -42,6 +44,7 @@ __all__ = [
 
 OPTIONS = ("-std=c++17", "--use_fast_math", "-lineinfo")
 EPS = 1e-5
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 MAX_ROWS = 2**31 - 1  # blocks of one grid
 CLUSTER_SIZE = 4
 HELD_VECS = 4  # packs that a thread of layer_norm_held keeps in registers
@@ -168,8 +171,15 @@ class Variant:
         caller = _border.Caller("x", x)
         gain = self._parameter("g", caller.parameter("g", g), caller.x)
         shift = self._shift(caller.parameter("b", b), caller.x)
-        eps = _refuse.epsilon(eps)
+        eps = _fits("eps", _refuse.epsilon(eps))
         self._check_x(caller.x)
+        device = caller.x.device.index
+        properties = _kernel.device_properties(device)
+        if properties.arch < self.min_arch:
+            raise RuntimeError(
+                f"{self.name} needs compute capability {self.min_arch / 10}, the GPU has "
+                f"{properties.arch / 10}"
+            )
         y = caller.output("out", out)
         if y is None:
             y = caller.space.empty("out", caller.x.shape, self.dtype)
@@ -189,14 +199,7 @@ class Variant:
                     arguments[vector] = value.pointer
                 elif value is not None:
                     arguments[scalar] = value
-            device = caller.x.device.index
             with _libraries._on_device(device):
-                properties = _kernel.device_properties(device)
-                if properties.arch < self.min_arch:
-                    raise RuntimeError(
-                        f"{self.name} needs compute capability {self.min_arch / 10}, "
-                        f"the GPU has {properties.arch / 10}"
-                    )
                 launch = self.geometry(self, hidden_size, rows, properties)
                 function = _function(self, launch.template_arguments, device)
                 packed = _kernel.pack(self.source, "float32", arguments)
@@ -273,7 +276,7 @@ class Variant:
         if not self.vector:
             if isinstance(value, Array) or value is None:
                 raise TypeError(f"{name} must be a real number for {self.name}, got an array")
-            return value
+            return _fits(name, value)
         if not isinstance(value, Array):
             raise TypeError(f"{name} must be an array for {self.name}, got {value}")
         if value.dtype != self.dtype:
@@ -284,6 +287,13 @@ class Variant:
             raise ValueError(f"{name} must be on {x.device} like x, got {value.device}")
         self._check_layout(value, x.shape[-1])
         return value
+
+
+def _fits(name: str, value: float) -> float:
+    """`value`, which the kernel takes as a float32."""
+    if abs(value) > FLOAT32_MAX:
+        raise ValueError(f"{name} must be finite in float32, got {value}")
+    return value
 
 
 Instance = tuple[Variant, tuple[str, ...]]  # a variant and its last template arguments

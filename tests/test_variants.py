@@ -392,6 +392,8 @@ def test_wrong_arguments(machine: Machine) -> None:
     refuses(TypeError, "g must be an array for f32_vector_weight_256, got 1.0", vector, x)
     refuses(TypeError, "b must be None: RMSNorm has no shift", f32x4, x, 1.0, 0.0)
     refuses(ValueError, "eps must not be negative, got -1.0", layer, x, eps=-1.0)
+    refuses(ValueError, "g must be finite in float32, got 1e+39", f32x4, x, 1e39)
+    refuses(ValueError, "eps must be finite in float32, got 1e+39", f32x4, x, eps=1e39)
     refuses(TypeError, "out must be float32 for f32x4, got float16", f32x4, x, out=half)
     short = backend.empty((3, 256), "float32")
     refuses(ValueError, "out must have shape (4, 256), got (3, 256)", f32x4, x, out=short)
