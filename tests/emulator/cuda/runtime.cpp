@@ -65,11 +65,14 @@ constexpr int CANARY_BYTES = 4096;                     // behind dynamic shared 
 constexpr unsigned char POISON = 0xff, CANARY = 0xa5;  // 0xff: NaN in every floating-point type
 
 // Which of this thread's clock values another thread has seen, by a chain of synchronisation.
-struct Clock {
-    std::vector<unsigned> seen;                               // threads of the same cluster
-    std::map<unsigned, std::shared_ptr<const Clock>> before;  // clusters that ran earlier
-};
+struct Clock;
 using ClockPointer = std::shared_ptr<const Clock>;
+using Before = std::map<unsigned, ClockPointer>;
+struct Clock {
+    unsigned cluster;
+    std::vector<unsigned> seen;            // threads of this cluster
+    std::shared_ptr<const Before> before;  // what is known of clusters that ran earlier; or null
+};
 
 struct Access {
     unsigned cluster = 0, clock = 0;
@@ -363,18 +366,52 @@ void run_block(int rank) {
 
 // Race detection.
 
+void take_maximum(std::vector<unsigned>& into, const std::vector<unsigned>& from) {
+    for (size_t i = 0; i < into.size(); ++i) into[i] = std::max(into[i], from[i]);
+}
+
+void add_before(Before& before, unsigned cluster, const ClockPointer& clock) {
+    ClockPointer& known = before[cluster];
+    if (known && known != clock) {
+        auto both = std::make_shared<Clock>(*known);
+        take_maximum(both->seen, clock->seen);
+        known = both;
+    } else {
+        known = clock;
+    }
+}
+
+// What one knows who knows all of this, for the cluster that runs now.
 ClockPointer joined(const std::vector<ClockPointer>& clocks) {
     auto result = std::make_shared<Clock>();
+    result->cluster = cluster_serial;
     result->seen.assign(fibers.size(), 0);
     const Clock* last = nullptr;
+    std::vector<ClockPointer> earlier;
+    std::vector<std::shared_ptr<const Before>> befores;
     for (const ClockPointer& clock : clocks) {
         if (!clock || clock.get() == last) continue;
         last = clock.get();
-        for (size_t i = 0; i < clock->seen.size() && i < fibers.size(); ++i) {
-            result->seen[i] = std::max(result->seen[i], clock->seen[i]);
+        if (clock->cluster == cluster_serial) {
+            take_maximum(result->seen, clock->seen);
+        } else {
+            earlier.push_back(clock);
         }
-        result->before.insert(clock->before.begin(), clock->before.end());
+        const auto& before = clock->before;
+        if (before && std::find(befores.begin(), befores.end(), before) == befores.end()) {
+            befores.push_back(before);
+        }
     }
+    if (earlier.empty() && befores.size() <= 1) {
+        if (!befores.empty()) result->before = befores[0];
+        return result;
+    }
+    auto merged = std::make_shared<Before>();
+    for (const auto& before : befores) {
+        for (const auto& [cluster, clock] : *before) add_before(*merged, cluster, clock);
+    }
+    for (const ClockPointer& clock : earlier) add_before(*merged, clock->cluster, clock);
+    result->before = merged;
     return result;
 }
 
@@ -406,8 +443,9 @@ bool happened_before(const Access& access, const Fiber& fiber) {
     if (access.cluster == cluster_serial) {
         return access.thread == fiber.id || access.clock <= fiber.seen->seen[access.thread];
     }
-    const auto found = fiber.seen->before.find(access.cluster);
-    return found != fiber.seen->before.end() && access.clock <= found->second->seen[access.thread];
+    if (!fiber.seen->before) return false;
+    const auto found = fiber.seen->before->find(access.cluster);
+    return found != fiber.seen->before->end() && access.clock <= found->second->seen[access.thread];
 }
 
 std::string other(const Access& access) {
@@ -696,13 +734,16 @@ int find_module(dl_phdr_info* info, size_t, void* data) {
 // On the block's own thread: where its shared memory lies. Fills it with NaN.
 void prepare_shared(int rank) {
     Block& block = blocks[rank];
-    ModuleSearch search = {reinterpret_cast<const void*>(kernel->run)};
-    module_anchor();
-    dl_iterate_phdr(find_module, &search);
-    ModuleSearch runtime = {reinterpret_cast<const void*>(&emulator_lane)};
-    dl_iterate_phdr(find_module, &runtime);
-    block.shared = search.storage;
-    shared_size = search.size;
+    // The first block of every cluster runs on the thread that launched.
+    if (rank > 0 || block.shared == nullptr) {
+        ModuleSearch search = {reinterpret_cast<const void*>(kernel->run)};
+        module_anchor();
+        dl_iterate_phdr(find_module, &search);
+        ModuleSearch runtime = {reinterpret_cast<const void*>(&emulator_lane)};
+        dl_iterate_phdr(find_module, &runtime);
+        block.shared = search.storage;
+        shared_size = search.size;
+    }
     char* begin = block.shared;
     block.dynamic.clear();
     std::vector<std::pair<char*, size_t>> skipped;
@@ -758,7 +799,6 @@ void run_cluster(dim3 grid, dim3 block, unsigned long long first_block) {
     fibers.resize(static_cast<size_t>(threads) * cluster_size);
     blocks.resize(cluster_size);
     mbarriers.clear();
-    images.clear();
     cluster_arrived = 0;
     cluster_generation = 0;
     finished = false;
@@ -766,6 +806,7 @@ void run_cluster(dim3 grid, dim3 block, unsigned long long first_block) {
     ClockPointer nothing;
     if (options.checked) {
         auto clock = std::make_shared<Clock>();
+        clock->cluster = cluster_serial;
         clock->seen.assign(fibers.size(), 0);
         nothing = clock;
     }
@@ -1012,7 +1053,13 @@ uint64_t emulator_atomic(void* address, int size, char kind, EmulatorAtomic what
                     result = what == AND ? (old & by) : what == OR ? (old | by) : (old ^ by);
                 }
         }
+        const bool changed = memcmp(&result, &old, sizeof(T)) != 0;
         memcpy(address, &result, sizeof(T));
+        // Released by a fence before. An operation that changes nothing only reads here.
+        if (changed && current->released) {
+            ClockPointer& published = atomics[address];
+            published = joined({current->released, published});
+        }
         uint64_t bits = 0;
         memcpy(&bits, &old, sizeof(T));
         return bits;
@@ -1025,18 +1072,9 @@ uint64_t emulator_atomic(void* address, int size, char kind, EmulatorAtomic what
         if (!shared && (after == ranges.begin() || place + size > std::prev(after)->second.end)) {
             fault(where(file, line), "atomic out of bounds");
         }
-        // Release by a fence before, acquire at once.
-        Fiber& self = *current;
-        ClockPointer& published = atomics[address];
-        if (published) {
-            auto merged = std::make_shared<Clock>(*joined({self.seen, published}));
-            self.seen = merged;
-        }
-        if (self.released) {
-            auto merged = std::make_shared<Clock>(*joined({self.released, published}));
-            auto own = std::make_shared<Clock>(*self.released);
-            merged->before[cluster_serial] = own;
-            published = merged;
+        const auto published = atomics.find(address);
+        if (published != atomics.end()) {
+            current->seen = joined({current->seen, published->second});
         }
     }
     if (kind == 'f') return size == 4 ? apply(float()) : apply(double());
@@ -1330,6 +1368,8 @@ int emulator_launch(const EmulatorKernel* what, const EmulatorDynamic* dynamic, 
     shared_bytes = shared;
     failed = false;
     message.clear();
+    images.clear();
+    if (!blocks.empty()) blocks[0].shared = nullptr;
     random_numbers.seed(seed);
     first_cluster = cluster_serial + 1;
     atomics.clear();
