@@ -285,8 +285,11 @@ def sweep(op: str, dtype: str, rows: int, hidden_size: int, rounds: int) -> list
 
     with ThreadPoolExecutor(16) as pool:
         functions = list(pool.map(build, pairs))
-    sum_function = _kernel.function(_cuda_backward.specialise_sum(kind), 0, 0)
-    sum_grid = _plan_backward.sum_grid(hidden_size)
+
+    def sum_of(launch: BackwardLaunch) -> tuple[BackwardLaunch, Any]:
+        found = _plan_backward.choose_sum_launch(hidden_size, launch.parts, kind.sums)
+        return found, _kernel.function(_cuda_backward.specialise_sum(kind, found), 0, 0)
+
     buffers = Buffers(kind, rows, hidden_size, max(launch.parts for _, launch in pairs))
     candidates, found, failed = {}, {}, []
     for (plan, launch), function in zip(pairs, functions, strict=True):
@@ -297,6 +300,7 @@ def sweep(op: str, dtype: str, rows: int, hidden_size: int, rounds: int) -> list
         packed_sum = _kernel.pack(
             "norm_backward_sum", kind.accumulation, buffers.arguments(launch, 0)
         )
+        summing = sum_of(launch)
 
         def call(
             i: int,
@@ -304,15 +308,15 @@ def sweep(op: str, dtype: str, rows: int, hidden_size: int, rounds: int) -> list
             launch: BackwardLaunch = launch,
             packed: Any = packed,
             packed_sum: Any = packed_sum,
+            summing: Any = summing,
         ) -> None:
             stream = cupy.cuda.get_current_stream().ptr
             _kernel.launch(
                 function, launch.grid, launch.block, launch.shared_bytes, stream, packed[i]
             )
             if launch.kernel == "norm_backward" and not launch.last_block_sums:
-                _kernel.launch(
-                    sum_function, sum_grid, _plan_backward.SUM_THREADS, 0, stream, packed_sum
-                )
+                last, sum_function = summing
+                _kernel.launch(sum_function, last.grid, last.block, 0, stream, packed_sum)
 
         for array in (buffers.rings["dx"][0], buffers.dweight, buffers.dbias):
             array.view("uint8").fill(255)

@@ -16,14 +16,14 @@ from ._operands import Operands
 from ._plan import VECTOR_BYTES, Plan
 from ._plan_backward import (
     FEW_COLUMN_PACKS,
-    SUM_THREADS,
+    SUM_COLUMNS,
     BackwardLaunch,
     choose_backward_launch,
     choose_backward_plan,
     choose_columns_launch,
     choose_few_launch,
+    choose_sum_launch,
     streamed_launch,
-    sum_grid,
 )
 
 _MASKS = {False: "ALL_ROWS", True: "ZERO_OTHERS"}
@@ -205,20 +205,21 @@ class _Run:
             aligned=self.operands.aligned(plan.vec_size, VECTOR_BYTES),
             split_rows=self.split_rows,
         )
-        self._enqueue(specialisation, launch.grid, launch.block, launch.shared_bytes)
+        self._enqueue(specialisation, launch)
 
     def _sum_parts(self, parts: int) -> None:
         if self.kind.sums > 0:
             self.arguments["parts"] = parts
-            self._enqueue(specialise_sum(self.kind), sum_grid(self.elements), SUM_THREADS, 0)
+            launch = choose_sum_launch(self.elements, parts, self.kind.sums)
+            self._enqueue(specialise_sum(self.kind, launch), launch)
 
-    def _enqueue(
-        self, specialisation: Specialisation, grid: int, block: int, shared_bytes: int
-    ) -> None:
+    def _enqueue(self, specialisation: Specialisation, launch: BackwardLaunch) -> None:
         space = self.call.space
-        function = _kernel.function(specialisation, space.device.index, shared_bytes)
-        packed = _kernel.pack(specialisation.kernel, self.kind.accumulation, self.arguments)
-        _kernel.launch(function, grid, block, shared_bytes, space.stream, packed)
+        function = _kernel.function(specialisation, space.device.index, launch.shared_bytes)
+        packed = _kernel.pack(launch.kernel, self.kind.accumulation, self.arguments)
+        _kernel.launch(
+            function, launch.grid, launch.block, launch.shared_bytes, space.stream, packed
+        )
 
     def _room(self, name: str, shape: tuple[int, ...], dtype: str) -> int:
         """The address of new room in the workspace."""
@@ -308,10 +309,10 @@ def specialise_backward(
     )
 
 
-def specialise_sum(kind: BackwardKind) -> Specialisation:
+def specialise_sum(kind: BackwardKind, launch: BackwardLaunch) -> Specialisation:
     """The instantiation that sums the parts of dweight and dbias."""
     types = (_cpp(kind.dweight), _cpp(kind.dbias), _cpp(kind.accumulation))
-    return Specialisation("norm_backward_sum", types)
+    return Specialisation(launch.kernel, (*types, str(launch.block // SUM_COLUMNS)))
 
 
 def _cpp(dtype: str | None, absent: str = "Absent") -> str:

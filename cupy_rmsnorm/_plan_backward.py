@@ -39,8 +39,9 @@ FEW_COLUMN_PACKS = 8  # packs of columns a block: 128 bytes of 16-bit rows
 FEW_ROOM = 8 * 1024  # bytes of shared memory for these blocks' sums
 STREAMED_THREADS = 512
 COLUMN_THREADS = 128
-SUM_THREADS = 256
 SUM_COLUMNS = 32  # elements that one block of the sum takes at once
+# (parts up to, threads that share one element): the first line that fits decides.
+SUM_SLICES = ((64, 8), (2**63, 32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,8 @@ def choose_columns_launch(
     return BackwardLaunch("norm_backward_columns", grid, COLUMN_THREADS, parts=parts)
 
 
-def sum_grid(elements: int) -> int:
-    """Blocks that sum the parts of `elements` gradients."""
-    return min(-(-elements // SUM_COLUMNS), MAX_GRID)
+def choose_sum_launch(elements: int, parts: int, sums: int) -> BackwardLaunch:
+    """The launch that sums the parts of `sums` gradients of `elements` each."""
+    chunks = min(-(-elements // SUM_COLUMNS), MAX_GRID // 2)
+    slices = next(slices for limit, slices in SUM_SLICES if parts <= limit)
+    return BackwardLaunch("norm_backward_sum", chunks * sums, SUM_COLUMNS * slices, parts=parts)
