@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cast.cuh"
+#include "reduce.cuh"
 #include "vec.cuh"
 
 enum Norm { RMS, LAYER };
@@ -175,6 +176,34 @@ __device__ __forceinline__ A pack_sum(const A (&values)[VEC_SIZE]) {
 #pragma unroll
     for (int i = 1; i < VEC_SIZE; ++i) sum += values[i];
     return sum;
+}
+
+// The sum that LayerNorm's mean comes from. The mean must be exact relative to itself, not to the
+// values: they may cancel, and an output in the accumulation type shows it. No output of 16 bits
+// does, and a plain sum is enough.
+template <typename Y, typename A>
+struct MeanSum {
+    using type = A;
+};
+template <typename A>
+struct MeanSum<A, A> {
+    using type = ExactSum<A>;
+};
+
+__device__ __forceinline__ float value_of(float sum) { return sum; }
+template <typename A>
+__device__ __forceinline__ A value_of(const ExactSum<A>& sum) {
+    return sum.value();
+}
+
+template <typename A, int VEC_SIZE>
+__device__ __forceinline__ void add_pack(ExactSum<A>& sum, const A (&values)[VEC_SIZE]) {
+#pragma unroll
+    for (int i = 0; i < VEC_SIZE; ++i) sum += values[i];
+}
+template <typename A, int VEC_SIZE>
+__device__ __forceinline__ void add_pack(A& sum, const A (&values)[VEC_SIZE]) {
+    sum += pack_sum(values);
 }
 
 // Sum of (value - center)^2 over one pack.

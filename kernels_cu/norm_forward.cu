@@ -18,7 +18,8 @@ __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK)
     norm_forward(const ForwardArguments<Y, X, R, W, B, V> arguments) {
     using A = typename Accumulation<X>::type;
     constexpr int SLOTS = row_reduce_slots(THREADS_PER_ROW, ROWS_PER_BLOCK);
-    __shared__ A sum_slots[NORM == LAYER ? SLOTS : 1];
+    using Sum = typename MeanSum<Y, A>::type;
+    __shared__ Sum sum_slots[NORM == LAYER ? SLOTS : 1];
     // RMSNorm has one barrier a row: the next row's sums go to the other half, so that they do not
     // overtake a thread that still reads. LayerNorm's first barrier keeps its rows apart.
     constexpr int HALVES = NORM == RMS ? 2 : 1;
@@ -86,16 +87,16 @@ __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK)
 
         A mean = A(0);
         if constexpr (NORM == LAYER) {
-            A sum = A(0);
+            Sum sum = {};
 #pragma unroll
             for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
                 if (!holds(vec)) continue;
                 A values[VEC_SIZE];
                 held_values(values, vec);
-                sum += pack_sum(values);
+                add_pack(sum, values);
             }
-            mean = row_reduce_sum<THREADS_PER_ROW>(sum, sum_slots) /
-                   static_cast<A>(arguments.hidden_size);
+            sum = row_reduce_sum<THREADS_PER_ROW>(sum, sum_slots);
+            mean = value_of(sum) / static_cast<A>(arguments.hidden_size);
         }
         A squares = A(0);
 #pragma unroll

@@ -34,9 +34,10 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS, 1024 / THR
     norm_forward_staged(const ForwardArguments<Y, X, R, W, B, V> arguments) {
     using A = typename Accumulation<X>::type;
     extern __shared__ uint4 staged[];
-    __shared__ A sum_slots[row_reduce_slots(THREADS, 1)];
+    using Sum = typename MeanSum<Y, A>::type;
+    __shared__ Sum sum_slots[row_reduce_slots(THREADS, 1)];
     __shared__ A square_slots[row_reduce_slots(THREADS, 1)];
-    __shared__ A cluster_sum_slots[CLUSTER_SIZE];
+    __shared__ Sum cluster_sum_slots[CLUSTER_SIZE];
     __shared__ A cluster_square_slots[CLUSTER_SIZE];
 
     if constexpr (CLUSTER_SIZE > 1) cluster_arrive();
@@ -89,14 +90,19 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS, 1024 / THR
         if constexpr (ASYNC) copy_async_commit();
     }
 
-    A sum = A(0);
+    Sum sum = {};
+    A squares = A(0);
 #pragma unroll
     for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
         if constexpr (ASYNC) copy_async_wait_for(VECS_PER_THREAD - 1 - vec);
         if (!holds(vec)) continue;
         A values[VEC_SIZE];
         held_values(values, vec);
-        sum += NORM == LAYER ? pack_sum(values) : pack_sum_squares(values, A(0));
+        if constexpr (NORM == LAYER) {
+            add_pack(sum, values);
+        } else {
+            squares += pack_sum_squares(values, A(0));
+        }
         if constexpr (is_array<R>) {
             Pack<R, VEC_SIZE> residual_out;
             round_pack(residual_out, values);
@@ -106,13 +112,11 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS, 1024 / THR
     if constexpr (CLUSTER_SIZE > 1) {
         cluster_wait();  // every block of the cluster runs, so its slots may be written
     }
-    sum = cluster_reduce_sum<CLUSTER_SIZE>(row_reduce_sum<THREADS>(sum, sum_slots),
-                                           cluster_sum_slots);
     A mean = A(0);
-    A squares = sum;
     if constexpr (NORM == LAYER) {
-        mean = sum / static_cast<A>(arguments.hidden_size);
-        squares = A(0);
+        sum = cluster_reduce_sum<CLUSTER_SIZE>(row_reduce_sum<THREADS>(sum, sum_slots),
+                                               cluster_sum_slots);
+        mean = value_of(sum) / static_cast<A>(arguments.hidden_size);
 #pragma unroll
         for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
             if (!holds(vec)) continue;
@@ -120,9 +124,9 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS, 1024 / THR
             held_values(values, vec);
             squares += pack_sum_squares(values, mean);
         }
-        squares = cluster_reduce_sum<CLUSTER_SIZE>(row_reduce_sum<THREADS>(squares, square_slots),
-                                                   cluster_square_slots);
     }
+    squares = cluster_reduce_sum<CLUSTER_SIZE>(row_reduce_sum<THREADS>(squares, square_slots),
+                                               cluster_square_slots);
     const A rstd = reciprocal_sqrt(squares / static_cast<A>(arguments.hidden_size) + arguments.eps);
 
     if (rank == 0 && threadIdx.x == 0) store_statistics<NORM>(arguments, row, mean, rstd);

@@ -16,9 +16,9 @@ template <Norm NORM, typename Y, typename X, typename R, typename W, typename B,
 __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
     norm_forward_streamed(const ForwardArguments<Y, X, R, W, B, V> arguments) {
     using A = typename Accumulation<X>::type;
-    __shared__ A sum_slots[row_reduce_slots(THREADS, 1)];
+    __shared__ ExactSum<A> sum_slots[row_reduce_slots(THREADS, 1)];
     __shared__ A square_slots[row_reduce_slots(THREADS, 1)];
-    __shared__ A cluster_sum_slots[CLUSTER_SIZE];
+    __shared__ ExactSum<A> cluster_sum_slots[CLUSTER_SIZE];
     __shared__ A cluster_square_slots[CLUSTER_SIZE];
 
     const int rank = CLUSTER_SIZE == 1 ? 0 : static_cast<int>(cluster_rank());
@@ -53,26 +53,26 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
 
     A mean = A(0);
     if constexpr (NORM == LAYER) {
-        CompensatedSum<A> sum;
+        ExactSum<A> sum = {};
 #pragma unroll 4
         for (long long pack = first; pack < end; pack += THREADS) {
             A values[VEC_SIZE];
             load_values(values, pack);
-            sum.add(pack_sum(values));
+            add_pack(sum, values);
         }
-        mean = cluster_reduce_sum<CLUSTER_SIZE>(row_reduce_sum<THREADS>(sum.sum, sum_slots),
-                                                cluster_sum_slots) /
-               count;
+        sum = cluster_reduce_sum<CLUSTER_SIZE>(row_reduce_sum<THREADS>(sum, sum_slots),
+                                               cluster_sum_slots);
+        mean = sum.value() / count;
     }
-    CompensatedSum<A> square_sum;
+    ExactSum<A> square_sum = {};
 #pragma unroll 4
     for (long long pack = first; pack < end; pack += THREADS) {
         A values[VEC_SIZE];
         load_values(values, pack);
-        square_sum.add(pack_sum_squares(values, mean));
+        square_sum += pack_sum_squares(values, mean);
     }
     const A squares = cluster_reduce_sum<CLUSTER_SIZE>(
-        row_reduce_sum<THREADS>(square_sum.sum, square_slots), cluster_square_slots);
+        row_reduce_sum<THREADS>(square_sum.value(), square_slots), cluster_square_slots);
     const A rstd = reciprocal_sqrt(squares / count + arguments.eps);
 
     if (rank == 0 && threadIdx.x == 0) store_statistics<NORM>(arguments, row, mean, rstd);
