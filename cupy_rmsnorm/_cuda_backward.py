@@ -30,9 +30,9 @@ _MASKS = {False: "ALL_ROWS", True: "ZERO_OTHERS"}
 _OUTPUTS = frozenset(("dx", "dresidual", "dweight", "dbias"))
 _ROW_ARRAYS = ("dx", "dresidual", "dout", "x", "dresidual_out")
 
-# Marks a call's blocks in its workspace, see backward.cuh. Starts at random, so that two processes
-# cannot take each other's marks for their own.
-_calls = itertools.count(secrets.randbits(62) + 1)
+# The number by which a call's blocks know their counter, see ARRIVAL_BITS in backward.cuh. Starts
+# at random, so that what another process left in memory is not taken for a call's own.
+_calls = itertools.count((secrets.randbits(46) + 1) << 16, 1 << 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class _Run:
         last_block_sums = launch.last_block_sums and kind.sums > 0
         self._allocate_parts(launch.parts)
         if last_block_sums:
-            self.arguments["arrivals"] = self._room("arrivals", (launch.grid,), "int64")
+            self.arguments["arrivals"] = self._room("arrivals", (1,), "int64")
         self._launch(kind, plan, launch)
         if not last_block_sums:
             self._sum_parts(launch.parts)

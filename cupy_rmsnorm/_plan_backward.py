@@ -129,7 +129,8 @@ def choose_backward_launch(
         rows_per_block=rows_per_block,
         stages=stages,
         parts=parts,
-        last_block_sums=parts * part_bytes <= LAST_BLOCK_BYTES,
+        # Its blocks are counted in 16 bits.
+        last_block_sums=parts * part_bytes <= LAST_BLOCK_BYTES and grid < 2**16,
     )
 
 

@@ -24,7 +24,7 @@ struct BackwardArguments {
     DB* dbias;
     A* dweight_parts;  // (parts, heads, hidden_size)
     A* dbias_parts;
-    unsigned long long* arrivals;  // one a block; null: another launch sums the parts
+    unsigned long long* arrivals;  // one word; null: another launch sums the parts
     A* mean_out;                   // norm_backward_streamed without dx leaves the statistics here
     A* rstd_out;
     const D* dout;
@@ -45,7 +45,7 @@ struct BackwardArguments {
     RowStrides dout_strides;
     RowStrides x_strides;
     RowStrides dresidual_out_strides;
-    unsigned long long call;  // differs from call to call, never 0
+    unsigned long long call;  // differs from call to call; the lowest ARRIVAL_BITS are 0
     A eps;
     A weight_offset;
     A weight_constant;
@@ -334,30 +334,30 @@ __device__ __forceinline__ void sum_parts(T* out, const A* parts, long long elem
     }
 }
 
-// Whether this block is the last to finish, or one of several that finish at the same time and may
-// all do what comes next: it must write the same whoever does it. A block that has arrived marks
-// its place with the call's own number, so that the marks need no clearing before the launch,
-// whatever the workspace held; `forget_arrivals` clears them for a graph that replays the launch.
-__device__ __forceinline__ bool last_to_arrive(unsigned long long* arrivals,
+// Blocks that have finished are counted in one word of the call's workspace. Above ARRIVAL_BITS it
+// holds the call's own number, by which the first block to begin tells that nobody of this launch
+// has counted yet: so the word needs no clearing before the launch, whatever the workspace held.
+constexpr int ARRIVAL_BITS = 16;
+
+// Call in one thread of every block, some time before `last_to_arrive`.
+__device__ __forceinline__ void begin_arrivals(unsigned long long* arrivals,
                                                unsigned long long call) {
-    __threadfence();  // this thread's parts are seen before the block's mark
-    __syncthreads();  // so are those of every thread of the block
-    if (threadIdx.x == 0) {
-        atomicExch(arrivals + blockIdx.x, call);
-        __threadfence();  // the own mark before any other is read: one block at least sees all
-    }
-    __syncthreads();  // the block's mark is set
-    int missing = 0;
-    for (unsigned block = threadIdx.x; block < gridDim.x; block += blockDim.x) {
-        missing |= atomicOr(arrivals + block, 0ULL) != call;
-    }
-    const bool last = __syncthreads_or(missing) == 0;  // every mark is read
-    __threadfence();                                   // the marks before the parts
-    return last;
+    const unsigned long long found = atomicOr(arrivals, 0ULL);
+    // Fails only where another block of this launch has set the word in between.
+    if ((found ^ call) >> ARRIVAL_BITS != 0) atomicCAS(arrivals, found, call);
 }
 
-__device__ __forceinline__ void forget_arrivals(unsigned long long* arrivals) {
-    for (unsigned block = threadIdx.x; block < gridDim.x; block += blockDim.x) {
-        atomicExch(arrivals + block, 0ULL);
+// Whether all other blocks have arrived before this one; their parts are then seen by its threads.
+// Clears the word, for a graph that replays the launch.
+__device__ __forceinline__ bool last_to_arrive(unsigned long long* arrivals) {
+    __threadfence();  // this thread's parts are seen before the block is counted
+    __syncthreads();  // so are those of every thread of the block
+    bool last = false;
+    if (threadIdx.x == 0) {
+        const unsigned long long count = atomicAdd(arrivals, 1ULL) & ((1ULL << ARRIVAL_BITS) - 1);
+        last = count == gridDim.x - 1;
+        if (last) atomicExch(arrivals, 0ULL);
+        __threadfence();  // the count is read before the parts
     }
+    return __syncthreads_or(last) != 0;  // the count is known to all
 }

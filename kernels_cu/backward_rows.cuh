@@ -127,6 +127,11 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
     A dweight[is_array<DW> ? VECS_PER_THREAD : 1][VEC_SIZE] = {};
     A dbias[is_array<DB> ? VECS_PER_THREAD : 1][VEC_SIZE] = {};
 
+    if constexpr (is_array<DW> || is_array<DB>) {
+        if (threadIdx.x == 0 && arguments.arrivals != nullptr) {
+            begin_arrivals(arguments.arrivals, arguments.call);
+        }
+    }
     if constexpr (CLUSTER_SIZE > 1) {
         cluster_barrier();  // every block of the cluster runs, so its slots may be written
     }
@@ -282,7 +287,7 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
     }
     if constexpr (is_array<DW> || is_array<DB>) {
         if (arguments.arrivals == nullptr) return;
-        if (!last_to_arrive(arguments.arrivals, arguments.call)) return;
+        if (!last_to_arrive(arguments.arrivals)) return;
         constexpr int WIDTH = VEC_SIZE < 4 ? VEC_SIZE : 4;
         constexpr int SLICES = BLOCK >= 256 ? 4 : 1;
         auto* const sums = reinterpret_cast<Pack<A, WIDTH>*>(ring);
@@ -296,6 +301,5 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
                                                      elements, arguments.parts, 0,
                                                      BLOCK / SLICES * WIDTH, sums);
         }
-        forget_arrivals(arguments.arrivals);
     }
 }
