@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from . import _cuda_backward, _kernel
 from ._call import Array, Backward, Cast, Forward, Norm
+from ._device import current_device
 from ._dtypes import TABLE
 from ._kernel import Specialisation
 from ._operands import Operands
@@ -62,7 +60,7 @@ def forward(call: Forward) -> None:
     if call.rows == 0:
         return
     kind = ForwardKind.of(call)
-    with _current_device(call.space.device.index):
+    with current_device(call.space.device.index):
         operands = Operands(
             call,
             rows={
@@ -106,7 +104,7 @@ def forward(call: Forward) -> None:
 
 def backward(call: Backward) -> None:
     """Run a checked backward call on the GPU of its arrays."""
-    with _current_device(call.space.device.index):
+    with current_device(call.space.device.index):
         _cuda_backward.backward(call)
 
 
@@ -189,24 +187,3 @@ def specialise_forward(
         plan.kernel,
         (*types, *map(str, geometry), *map(flag, flags), _MASKS[kind.masked]),
     )
-
-
-_thread = threading.local()
-
-
-@contextlib.contextmanager
-def _current_device(index: int) -> Iterator[None]:
-    """Make `index` the current device and put the caller's back, whatever happens."""
-    from cupy.cuda import runtime
-
-    before = runtime.getDevice()
-    if before == index and getattr(_thread, "has_context", False):
-        yield
-        return
-    runtime.setDevice(index)  # gives a new thread the device's context, which a launch needs
-    _thread.has_context = True
-    try:
-        yield
-    finally:
-        if before != index:
-            runtime.setDevice(before)

@@ -99,10 +99,10 @@ def backward(call: Backward) -> None:
     """Run a checked backward call on its arrays' GPU, which is the current device."""
     if call.dx is None and call.dweight is None and call.dbias is None:
         return
-    _Run(call).run()
+    Run(call).run()
 
 
-class _Run:
+class Run:
     """One call on its way: the arrays as kernels get them, the workspace, the launches."""
 
     def __init__(self, call: Backward) -> None:
@@ -205,15 +205,15 @@ class _Run:
             aligned=self.operands.aligned(plan.vec_size, VECTOR_BYTES),
             split_rows=self.split_rows,
         )
-        self._enqueue(specialisation, launch)
+        self.enqueue(specialisation, launch)
 
     def _sum_parts(self, parts: int) -> None:
         if self.kind.sums > 0:
             self.arguments["parts"] = parts
             launch = choose_sum_launch(self.elements, parts, self.kind.sums)
-            self._enqueue(specialise_sum(self.kind, launch), launch)
+            self.enqueue(specialise_sum(self.kind, launch), launch)
 
-    def _enqueue(self, specialisation: Specialisation, launch: BackwardLaunch) -> None:
+    def enqueue(self, specialisation: Specialisation, launch: BackwardLaunch) -> None:
         space = self.call.space
         function = _kernel.function(specialisation, space.device.index, launch.shared_bytes)
         packed = _kernel.pack(launch.kernel, self.kind.accumulation, self.arguments)

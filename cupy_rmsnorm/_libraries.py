@@ -6,17 +6,16 @@ With `_border` the only file that knows them. None is imported before the caller
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from . import _refuse
 from ._call import Array, Device
+from ._device import current_device
 from ._dtypes import TABLE, numpy_dtype
 
 CPU = Device("cpu", 0)
@@ -349,15 +348,15 @@ class _CuPySpace(_CudaSpace):
         super().__init__(device, _cupy_stream(device.index))
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: str) -> Array:
-        with _on_device(self.device.index):
+        with current_device(self.device.index):
             return _cupy_array(name, _cupy().ndarray(shape, numpy_dtype(dtype)))
 
     def contiguous(self, array: Array) -> Array:
-        with _on_device(self.device.index):
+        with current_device(self.device.index):
             return _cupy_array(array.name, self._ndarray(array).copy(order="C"))
 
     def assign(self, target: Array, source: Array) -> None:
-        with _on_device(self.device.index):
+        with current_device(self.device.index):
             self._ndarray(target)[...] = self._ndarray(source)
 
     def _ndarray(self, array: Array) -> Any:
@@ -474,25 +473,10 @@ def _cupy_stream(index: int) -> int:
     return int(_cupy().cuda.get_current_stream(index).ptr)
 
 
-@contextlib.contextmanager
-def _on_device(index: int) -> Iterator[None]:
-    """Make `index` CUDA's current device of this thread, and leave it as it was."""
-    runtime = _cupy().cuda.runtime
-    current = runtime.getDevice()
-    if current == index:
-        yield
-        return
-    runtime.setDevice(index)
-    try:
-        yield
-    finally:
-        runtime.setDevice(current)
-
-
 def _order(producer: int, consumer: int, index: int) -> None:
     """Let the stream `consumer` wait for the work that the stream `producer` has so far."""
     runtime = _cupy().cuda.runtime
-    with _on_device(index):
+    with current_device(index):
         event = runtime.eventCreateWithFlags(CUDA_EVENT_DISABLE_TIMING)
         try:
             runtime.eventRecord(event, producer)

@@ -275,9 +275,9 @@ def warmup(
             )
         ]
     if is_available():
-        from . import _cuda
+        from . import _cuda_warmup
 
-        _cuda.warmup(checked)
+        _cuda_warmup.warmup(checked)
 
 
 def _warmup_call(

@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _border, _kernel, _libraries, _overlap, _refuse, _source
+from . import _border, _kernel, _overlap, _refuse, _source
 from ._call import Array, Norm
+from ._device import current_device
 from ._dtypes import TABLE as DTYPES
 from ._kernel import DeviceProperties
 
@@ -199,7 +200,7 @@ class Variant:
                     arguments[vector] = value.pointer
                 elif value is not None:
                     arguments[scalar] = value
-            with _libraries._on_device(device):
+            with current_device(device):
                 launch = self.geometry(self, hidden_size, rows, properties)
                 function = _function(self, launch.template_arguments, device)
                 packed = _kernel.pack(self.source, "float32", arguments)

@@ -48,7 +48,7 @@ def recorded(arch: int, sm_count: int) -> Iterator[list[Launched]]:
         for target, name, stand_in in (
             (_cpu, "forward", _cuda.forward),
             (_cpu, "backward", _cuda.backward),
-            (_cuda, "_current_device", lambda index: contextlib.nullcontext()),
+            (_cuda, "current_device", lambda index: contextlib.nullcontext()),
             (_kernel, "device_properties", properties),
             (_kernel, "function", function),
             (_kernel, "launch", launch),

@@ -33,13 +33,14 @@ LAYERS = """
     _libraries
     _check_tools
     _check
+    _cuda_warmup
     _cuda _cpu
     _cuda_backward
     _kernel _operands
     _plan_backward
     _plan _source _layout _overlap _cpu_cast _cpu_pool
     _bench _docs _info _refuse
-    _call _dtypes
+    _call _device _dtypes
 """
 LAYER = {module: depth for depth, line in enumerate(LAYERS.split("\n")) for module in line.split()}
 

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the kernels of calls that are yet to come, on many threads and without running them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+from . import _kernel
+from ._call import Array, Backward, Device, Norm, WarmupCall
+from ._cuda import ForwardKind, specialise_forward
+from ._cuda_backward import Run
+from ._device import current_device
+from ._kernel import Specialisation
+from ._plan import choose_launch, choose_plan
+from ._plan_backward import BackwardLaunch
+
+Built = tuple[Specialisation, int]  # what to build, and the shared memory it may ask for
+
+# Rows a call may have: how many of them share a block, and which of the backward kernels run,
+# depends on that. From one row to more than any threshold.
+ROWS = tuple(2**power for power in range(25))
+HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def warmup(calls: Iterable[WarmupCall]) -> None:
+    """Build what `calls` need on the current device."""
+    from cupy.cuda import runtime
+
+    device = int(runtime.getDevice())
+    wanted = dict.fromkeys(built for call in calls for built in specialisations(call, device))
+
+    def build(built: Built) -> None:
+        with current_device(device):
+            _kernel.function(built[0], device, built[1])
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(build, wanted):
+            pass
+
+
+def specialisations(call: WarmupCall, device: int) -> Iterator[Built]:
+    """What calls like this one may take, for any number of contiguous, aligned rows."""
+    mask_dtypes: tuple[str, ...] = ("int64",) if call.masked is None else ("int64", "int32")
+    for valid_rows in mask_dtypes:
+        if call.op.endswith("_backward"):
+            yield from _backward(call, valid_rows, device)
+        else:
+            yield from _forward(call, valid_rows, device)
+
+
+def _norm(call: WarmupCall) -> Norm:
+    return "layer" if "layer_norm" in call.op else "rms"
+
+
+def _forward(call: WarmupCall, valid_rows: str, device: int) -> Iterator[Built]:
+    properties = _kernel.device_properties(device)
+    kind = ForwardKind(
+        norm=_norm(call),
+        y=call.out_dtype,
+        x=call.dtype,
+        residual=call.residual_dtype,
+        weight=call.weight_dtype,
+        bias=call.bias_dtype,
+        valid_rows=valid_rows,
+        cast=call.cast,
+        masked=call.masked,
+        per_head=call.per_head,
+    )
+    plan = choose_plan(kind.norm, call.hidden_size, kind.x, kind.residual, properties.arch)
+    for rows in ROWS:
+        launch = choose_launch(plan, rows, kind.staged_itemsize, properties.sm_count)
+        specialisation = specialise_forward(
+            kind,
+            call.hidden_size,
+            plan,
+            launch,
+            arch=properties.arch,
+            aligned=True,
+            split_rows=call.per_head,
+        )
+        yield specialisation, launch.shared_bytes
+
+
+class _Nowhere:
+    """A Space without memory: every address is aligned, and nothing is ever read or written."""
+
+    stream = 0
+
+    def __init__(self, device: int) -> None:
+        self.device = Device("cuda", device)
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: str) -> Array:
+        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        # x and dx lie apart, as they do in a call without dx_out.
+        return Array(name, None, 512 if name == "dx" else 256, shape, strides, dtype, self.device)
+
+    def contiguous(self, array: Array) -> Array:
+        raise AssertionError("arrays of a warm-up are contiguous")
+
+    def assign(self, target: Array, source: Array) -> None:
+        raise AssertionError("arrays of a warm-up are contiguous")
+
+
+class _Recorder(Run):
+    """A backward call that notes what it would launch."""
+
+    def __init__(self, call: Backward) -> None:
+        super().__init__(call)
+        self.built: list[Built] = []
+
+    def enqueue(self, specialisation: Specialisation, launch: BackwardLaunch) -> None:
+        self.built.append((specialisation, launch.shared_bytes))
+
+
+def _backward(call: WarmupCall, valid_rows: str, device: int) -> Iterator[Built]:
+    heads = HEADS if call.per_head else (0,)
+    for rows, head_count, statistics in itertools.product(ROWS, heads, (True, False)):
+        row_shape = (rows, head_count) if call.per_head else (rows,)
+        recorder = _Recorder(_backward_call(call, row_shape, valid_rows, statistics, device))
+        recorder.run()
+        yield from recorder.built
+
+
+def _backward_call(
+    call: WarmupCall, row_shape: tuple[int, ...], valid_rows: str, statistics: bool, device: int
+) -> Backward:
+    space: Any = _Nowhere(device)
+    shape, weight_shape = (*row_shape, call.hidden_size), (*row_shape[1:], call.hidden_size)
+    adds = call.op.startswith("add_")
+    layer = _norm(call) == "layer"
+    accumulation: Literal["float32", "float64"] = (
+        "float64" if call.dtype == "float64" else "float32"
+    )
+
+    def room(name: str, shape: tuple[int, ...], dtype: str | None) -> Array | None:
+        return None if dtype is None else space.empty(name, shape, dtype)
+
+    given = accumulation if statistics else None
+    dresidual = call.dtype if adds and call.dtype != call.out_dtype else None
+    weight = room("weight", weight_shape, call.weight_dtype)
+    return Backward(
+        function=call.op,
+        norm="layer" if layer else "rms",
+        space=space,
+        x=space.empty("x", shape, call.dtype),
+        normalized_ndim=1,
+        weight=1.0 if weight is None else weight,
+        weight_offset=0.0,
+        eps=0.0,
+        cast=call.cast,
+        per_head=call.per_head,
+        where=room("where", row_shape, None if call.masked is None else "bool"),
+        valid_rows=room("valid_rows", (), None if call.masked is None else valid_rows),
+        masked="zero",
+        dout=space.empty("dout", shape, call.dout_dtype or call.dtype),
+        dresidual_out=room("dresidual_out", shape, call.dtype if adds else None),
+        mean=room("mean", row_shape, given if layer else None),
+        rstd=room("rstd", row_shape, given),
+        dx=space.empty("dx", shape, call.out_dtype),
+        dresidual=room("dresidual", shape, dresidual),
+        dweight=room("dweight", weight_shape, call.dweight_dtype),
+        dbias=room("dbias", weight_shape, call.bias_dtype),
+    )
