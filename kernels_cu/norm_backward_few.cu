@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK,
     constexpr int SLICES = BLOCK / COLUMNS;
     if (blockIdx.x < arguments.parts) {
         backward_rows<NORM, DX, Absent, Absent, D, X, R, W, VEC_SIZE, VECS_PER_THREAD,
-                      THREADS_PER_ROW, ROWS_PER_BLOCK, 1, 1, FULL, ALIGNED, SPLIT_ROWS, false,
+                      THREADS_PER_ROW, ROWS_PER_BLOCK, 1, 0, FULL, ALIGNED, SPLIT_ROWS, false,
                       NORM == LAYER, true, ASYNC, MASK>(arguments);
         return;
     }
