@@ -22,12 +22,16 @@ CLUSTER_SIZES = (1, 2, 4, 8)
 # Clusters lie within a part of the GPU that has 16 to 20 SMs; what is left there stays idle. A grid
 # of more clusters than run at once would take twice as long.
 GPU_PARTS = 8
-BLOCK_THREADS = 256  # short rows share a block until it has this many threads
-THREADS_PER_SM = 512
+# Rows share a block until it has this many threads: more where a row lies within a warp, because
+# then no row waits for another.
+BLOCK_THREADS = 256
+WARP_ROWS_BLOCK_THREADS = 512
+THREADS_PER_SM = 256  # a ring of rows keeps an SM busy with few threads
 MAX_BLOCKS_PER_SM = 2  # bounds the workspace: parts of dweight are 2 * SMs at most
 MAX_STAGES = 4
 # Shared memory for statistics on their way and for the reduction's slots, beyond `_plan`'s reserve.
 EXTRA_RESERVE = 1024
+STATISTICS_BYTES = 16  # mean and rstd of a row on its way
 # With the statistics of many short rows a block may exceed the 48 KB that it has unasked though the
 # ring alone does not. From the first number of bytes on it takes the second, for which it must ask.
 ASK_FROM, ASKED = 31 * 1024, 47 * 1024 + 16
@@ -104,28 +108,33 @@ def choose_backward_launch(
     """The launch of `rows` >= 1 rows; `part_bytes` is the size of one part of the workspace."""
     threads = plan.threads_per_row
     positions = rows // heads
-    rows_per_block = max(1, BLOCK_THREADS // threads) if plan.cluster_size == 1 else 1
+    aim = WARP_ROWS_BLOCK_THREADS if threads <= WARP else BLOCK_THREADS
+    rows_per_block = max(1, aim // threads) if plan.cluster_size == 1 else 1
+    row_bytes = threads * plan.vecs_per_thread * plan.vec_size * staged_itemsize
+    # A row's statistics lie beside the ring, once a warp.
+    room = row_bytes + STATISTICS_BYTES * -(-threads // WARP)
     while rows_per_block * threads > WARP and rows_per_block > 1:
-        if -(-positions // rows_per_block) * heads >= sm_count:
+        blocks = -(-positions // rows_per_block) * heads
+        if blocks >= sm_count and rows_per_block * room <= ring_limit(arch):
             break
-        rows_per_block //= 2  # too few blocks for the SMs: spread the rows
+        rows_per_block //= 2  # too few blocks for the SMs, or too long rows
     block = threads * rows_per_block
     blocks_per_sm = max(1, min(MAX_BLOCKS_PER_SM, THREADS_PER_SM // block))
     units = blocks_per_sm * sm_count // plan.cluster_size
     if plan.cluster_size > 2 and units > GPU_PARTS:
         units -= units % GPU_PARTS
     parts = max(1, min(-(-positions // rows_per_block), units // heads))
-    stage_bytes = block * plan.vecs_per_thread * plan.vec_size * staged_itemsize
     # Without asynchronous copies a row that is on its way holds up the one that is there.
     most = MAX_STAGES if arch >= 80 else 1
-    stages = max(1, min(most, ring_limit(arch) // blocks_per_sm // stage_bytes))
+    fitting = ring_limit(arch) // blocks_per_sm // (rows_per_block * room)
+    stages = max(1, min(most, fitting))
     grid = parts * heads * plan.cluster_size
     assert grid <= MAX_GRID
     return BackwardLaunch(
         "norm_backward",
         grid=grid,
         block=block,
-        shared_bytes=_asked(stages * stage_bytes),
+        shared_bytes=_asked(stages * rows_per_block * row_bytes),
         rows_per_block=rows_per_block,
         stages=stages,
         parts=parts,
