@@ -33,6 +33,7 @@ _FLAGS = (
     "-ffp-contract=off",
     "-fno-strict-aliasing",
     "-fno-gnu-unique",
+    "-fno-extern-tls-init",  # no wrapper around extern shared arrays
     "-w",
     "-fmax-errors=3",
 )
@@ -310,6 +311,29 @@ def _table(code: str, expressions: Sequence[str], fields: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+_counting_folder: Path | None = None
+
+
+def count_lines(folder: Path) -> None:
+    """From now on compile with gcov's counters, into `folder` and past the cache."""
+    global _counting_folder
+    _counting_folder = folder
+
+
+def _compile_counting(text: str, folder: Path) -> Path:
+    """A library that leaves `.gcda` beside it when the process ends."""
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
+    source, path = folder / f"{name}.cpp", folder / f"{name}.so"
+    source.write_text(text)
+    compiler, *includes = toolchain()
+    flags = [*_FLAGS, "-O1", "--coverage", "-include", str(CUDA / "device.h")]
+    command = [compiler, *includes, *flags, "-shared", source.name, "-o", path.name]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise CompileError(done.stderr)
+    return path
+
+
 @functools.cache
 def build(
     code: str, expressions: tuple[str, ...], fields: tuple[str, ...] = (), checked: bool = False
@@ -323,7 +347,9 @@ def build(
     text = code + _table(code, expressions, fields)
     path = cache_directory() / f"kernels-{_key(text, *flags)}.so"
     runtime()
-    if not path.exists():
+    if _counting_folder is not None:
+        path = _compile_counting(text, _counting_folder)
+    elif not path.exists():
         source = path.with_name(f"{path.stem}.{os.getpid()}.cpp")
         assembly = source.with_suffix(".s")
         source.write_text(text)

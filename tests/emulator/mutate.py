@@ -8,12 +8,13 @@ kills is listed in EXPLAINED with the reason, or it counts as survived.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
-import sys
-import time
-from collections.abc import Iterator
+import select
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ from tests.backends import Emulator
 
 ARCH = 90
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "mutation.json"
-BATCH = 4  # rows compiled together; most mutants die in the first batch
-TIMEOUT_S = 60
+LONG = 500_000  # elements
+LARGEST_BATCH = 8  # rows compiled together; the first batch is one row, and kills most mutants
+TIMEOUT_S = 60  # for one batch
 
 # (what it does, pattern, replacement), applied to one place of one line at a time.
 OPERATORS: tuple[tuple[str, str, str], ...] = (
@@ -98,21 +100,29 @@ def mutants(file: str, text: str) -> Iterator[Mutant]:
                     yield Mutant(file, number, code.rstrip(), changed.rstrip(), what)
 
 
+@functools.cache
+def specialisations(row: Any) -> tuple[Any, ...]:
+    """What the row launches."""
+    if isinstance(row, kernels.ForwardRow):
+        return (row.specialisation(ARCH),)
+    return row.specialisations(ARCH)  # type: ignore[no-any-return]
+
+
 def _rows(file: str) -> list[Any]:
-    """Rows whose kernel holds the file, those that run quickest first."""
+    """Rows that run the file."""
     from cupy_rmsnorm import _source
 
-    rows = [
-        row
-        for row in kernels.FORWARD
-        if f'#line 1 "{file}"' in _source.load(row.specialisation(ARCH).kernel)
-        and row.rows * row.hidden_size < 500_000
-    ]
-    # Neighbours in the table are alike: take them in strides.
-    return [row for start in range(7) for row in rows[start::7]]
+    def runs(row: Any) -> bool:
+        texts = (_source.load(item.kernel) for item in specialisations(row))
+        return any(f'#line 1 "{file}"' in text for text in texts)
+
+    rows = [row for row in (*kernels.FORWARD, *kernels.BACKWARD) if runs(row)]
+    # Neighbours in the table are alike: take them in strides, the long ones last.
+    mixed = [row for start in range(7) for row in rows[start::7]]
+    return sorted(mixed, key=lambda row: row.rows * row.hidden_size > LONG)
 
 
-def try_mutant(mutant: Mutant, rows: list[Any]) -> str | None:
+def try_mutant(mutant: Mutant, rows: list[Any], progress: Callable[[], object]) -> str | None:
     """What kills the mutant; None if nothing does."""
     from cupy_rmsnorm import _source
 
@@ -127,14 +137,16 @@ def try_mutant(mutant: Mutant, rows: list[Any]) -> str | None:
 
     with mock.patch.object(Path, "read_text", read):
         _source.load.cache_clear()
-        sources = {row.specialisation(ARCH).kernel for row in rows}
-        for kernel in sources:
+        for kernel in {item.kernel for row in rows for item in specialisations(row)}:
             _source.load(kernel)
     try:
-        for start in range(0, len(rows), BATCH):
-            batch = rows[start : start + BATCH]
+        start, size = 0, 1
+        while start < len(rows):
+            batch = rows[start : start + size]
+            start, size = start + size, min(2 * size, LARGEST_BATCH)
+            progress()
             try:
-                emulator.prefetch(row.specialisation(ARCH) for row in batch)
+                emulator.prefetch(item for row in batch for item in specialisations(row))
             except emulator.CompileError:
                 return "does not compile"
             for row in batch:
@@ -155,26 +167,27 @@ def run_one(mutant: Mutant, rows: list[Any]) -> tuple[str, str]:
     read_end, write_end = os.pipe()
     process = os.fork()
     if process == 0:
-        os.close(read_end)
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-        with os.fdopen(write_end, "w") as pipe:
-            try:
-                pipe.write(try_mutant(mutant, rows) or "survived")
-            except BaseException as error:  # the child must not go on as its parent
-                pipe.write(f"crash: {error!r}")
-            pipe.flush()
-            os._exit(0)
+        try:
+            progress = functools.partial(os.write, write_end, b"\n")
+            verdict = try_mutant(mutant, rows, progress) or "survived"
+        except BaseException as error:  # the child must not go on as its parent
+            verdict = f"crash: {error!r}"
+        os.write(write_end, verdict.encode()[:4000])
+        os._exit(0)
     os.close(write_end)
-    deadline = time.monotonic() + TIMEOUT_S
-    while os.waitpid(process, os.WNOHANG)[0] == 0:
-        if time.monotonic() > deadline:
-            os.kill(process, 9)
-            os.waitpid(process, 0)
-            os.close(read_end)
-            return "killed", "does not end"
-        time.sleep(0.02)
-    with os.fdopen(read_end) as pipe:
-        verdict = pipe.read()
+    output = b""
+    while True:
+        if not select.select([read_end], [], [], TIMEOUT_S)[0]:
+            os.kill(process, signal.SIGKILL)
+            output = b"does not end"
+            break
+        piece = os.read(read_end, 4096)
+        if not piece:
+            break
+        output += piece
+    os.close(read_end)
+    os.waitpid(process, 0)
+    verdict = output.decode().strip()
     if verdict == "survived":
         reason = EXPLAINED.get(mutant.key)
         return ("equivalent", reason) if reason else ("survived", "no row fails")
@@ -187,22 +200,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="*", help="of kernels_cu/; all that the table runs")
     parser.add_argument("--every", type=int, default=1, help="take each n-th mutant")
+    parser.add_argument("--first", type=int, default=0, help="begin with this one")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     from cupy_rmsnorm import _source
 
-    names = {row.specialisation(ARCH).kernel for row in kernels.FORWARD}
+    rows = (*kernels.FORWARD, *kernels.BACKWARD)
+    names = {item.kernel for row in rows for item in specialisations(row)}
     texts = [_source.load(name) for name in names]
     files = arguments.files or sorted(
         {file for text in texts for file in re.findall(r'#line 1 "(\S+)"', text)} - {"ptx.cuh"}
     )
-    emulator.installed  # noqa: B018  (loads the runtime before the forks)
     results = []
     for file in files:
-        rows = _rows(file)
+        chosen = _rows(file)
         text = (_source.directory() / file).read_text("ascii")
-        for mutant in list(mutants(file, text))[:: arguments.every]:
-            verdict, why = run_one(mutant, rows)
+        for mutant in list(mutants(file, text))[arguments.first :: arguments.every]:
+            verdict, why = run_one(mutant, chosen)
             print(f"{verdict:10} {file}:{mutant.number} {mutant.what}: {why}"[:200], flush=True)
             results.append(
                 {
