@@ -7,6 +7,7 @@ mapping. `python -m tests.compiled` writes benchmarks/results/resources.json.
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import re
@@ -125,8 +126,9 @@ def _compile_module(
 
 
 _PROPERTIES = re.compile(
-    r"Function properties for (\S+)\s+ptxas\s+\.\s+"
-    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\s+ptxas info\s+: Used (\d+) registers(.*)"
+    r"Function properties for (\S+)\s+ptxas\s+\.\s+(\d+) bytes stack frame, "
+    r"(\d+) bytes spill stores, (\d+) bytes spill loads\s+"
+    r"ptxas info\s+: Used (\d+) registers(.*)"
 )
 
 
@@ -177,16 +179,36 @@ def _memory(sass: str) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
     return dict(loads), dict(stores), dict(copies)
 
 
-def specialisations(arch: int) -> list[Specialisation]:
-    """Those that the table's rows take on `arch`."""
-    return list(dict.fromkeys(row.specialisation(arch) for row in kernels.FORWARD))
+@dataclass(frozen=True)
+class Use:
+    """One launch of a row of the table."""
+
+    row: str
+    specialisation: Specialisation
+    block: int
+    shared_bytes: int
+
+
+@functools.cache
+def uses(arch: int, every: int = 1, first: int = 0) -> tuple[Use, ...]:
+    """What the table's rows launch on `arch`; of each `every`-th row."""
+    found = []
+    for row in kernels.FORWARD[first::every]:
+        launch = row.launch(arch)
+        found.append(Use(row.name, row.specialisation(arch), launch.block, launch.shared_bytes))
+    for backward in kernels.BACKWARD[first::every]:
+        found += [
+            Use(backward.name, launched.specialisation, launched.block, launched.shared_bytes)
+            for launched in backward.launches(arch)
+        ]
+    return tuple(found)
 
 
 def table(archs: Iterable[int] = ARCHS) -> list[dict[str, Any]]:
     """One entry an instantiation and architecture."""
     entries = []
     for arch in archs:
-        found = compile_kernels(specialisations(arch), arch)
+        found = compile_kernels((use.specialisation for use in uses(arch)), arch)
         for item, resources in sorted(found.items(), key=lambda pair: pair[0].name_expression):
             entries.append(
                 {

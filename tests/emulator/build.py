@@ -326,7 +326,7 @@ def _compile_counting(text: str, folder: Path) -> Path:
     source, path = folder / f"{name}.cpp", folder / f"{name}.so"
     source.write_text(text)
     compiler, *includes = toolchain()
-    flags = [*_FLAGS, "-O1", "--coverage", "-include", str(CUDA / "device.h")]
+    flags = [*_FLAGS, "-O0", "--coverage", "-include", str(CUDA / "device.h")]
     command = [compiler, *includes, *flags, "-shared", source.name, "-o", path.name]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode != 0:
