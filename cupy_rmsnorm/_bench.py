@@ -192,12 +192,19 @@ def gpu_time(candidates: Mapping[str, Call], *, placements: int, rounds: int = 7
     return times
 
 
-def _graph(call: Call, placements: int, stream: Any) -> tuple[Any, int]:
-    """A graph of whole trips round the ring that fills WINDOW, and its number of calls."""
-    for i in range(placements):
+def _graph(
+    call: Call, placements: int, stream: Any, *, first_calls: int | None = None
+) -> tuple[Any, int]:
+    """A graph of whole trips round the ring that fills WINDOW, and its number of calls.
+
+    `first_calls`, else one on each placement, run before the capture.
+    """
+    for i in range(placements if first_calls is None else min(first_calls, placements)):
         call(i)
     stream.synchronize()
     trip = _capture(call, placements, 1, stream)
+    if 2 * placements > MAX_LAUNCHES:
+        return trip, placements
     seconds = min(_replay(trip, stream) for _ in range(3))
     fitting = min(math.ceil(WINDOW / max(seconds, 1e-6)), MAX_LAUNCHES // placements)
     if fitting <= 1:
