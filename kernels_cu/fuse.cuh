@@ -185,25 +185,35 @@ template <typename Y, typename A>
 struct MeanSum {
     using type = A;
 };
-template <typename A>
-struct MeanSum<A, A> {
-    using type = ExactSum<A>;
+template <>
+struct MeanSum<float, float> {
+    using type = double;
+};
+template <>
+struct MeanSum<double, double> {
+    using type = ExactSum<double>;
 };
 
 __device__ __forceinline__ float value_of(float sum) { return sum; }
+__device__ __forceinline__ float value_of(double sum) { return static_cast<float>(sum); }
 template <typename A>
 __device__ __forceinline__ A value_of(const ExactSum<A>& sum) {
     return sum.value();
 }
 
 template <typename A, int VEC_SIZE>
+__device__ __forceinline__ void add_pack(A& sum, const A (&values)[VEC_SIZE]) {
+    sum += pack_sum(values);
+}
+template <int VEC_SIZE>
+__device__ __forceinline__ void add_pack(double& sum, const float (&values)[VEC_SIZE]) {
+#pragma unroll
+    for (int i = 0; i < VEC_SIZE; ++i) sum += static_cast<double>(values[i]);
+}
+template <typename A, int VEC_SIZE>
 __device__ __forceinline__ void add_pack(ExactSum<A>& sum, const A (&values)[VEC_SIZE]) {
 #pragma unroll
     for (int i = 0; i < VEC_SIZE; ++i) sum += values[i];
-}
-template <typename A, int VEC_SIZE>
-__device__ __forceinline__ void add_pack(A& sum, const A (&values)[VEC_SIZE]) {
-    sum += pack_sum(values);
 }
 
 // Sum of (value - center)^2 over one pack.
