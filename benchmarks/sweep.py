@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import race
 from cupy_rmsnorm import _bench, _cuda, _kernel, _plan
 from cupy_rmsnorm._cuda import ForwardKind
 from cupy_rmsnorm._dtypes import TABLE, numpy_dtype
@@ -235,6 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--commit", help="where this is no git checkout")
     parser.add_argument("--only", default="", help="substring of 'op dtype rowsxhidden_size'")
     options = parser.parse_args()
     rows = []
@@ -258,7 +260,9 @@ def main() -> None:
                 flush=True,
             )
         if options.json:
-            options.json.write_text(json.dumps({"rows": rows}, indent=1))
+            lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+            head = json.dumps(race.meta(options.rounds, options.commit))
+            options.json.write_text(f'{{\n"meta": {head},\n"rows": [\n{lines}\n]\n}}\n')
 
 
 if __name__ == "__main__":
