@@ -60,18 +60,18 @@ def rms_norm(
     >>> rms_norm(np.array([[1, 2, 3, 4]], np.float32), eps=0.0).round(4)
     array([[0.3651, 0.7303, 1.0954, 1.4606]], dtype=float32)
     """
-    return _run.forward(
+    return _run.normalize(
         "rms_norm",
         "rms",
         x,
         weight,
         bias,
-        Options(eps, weight_offset, axis, cast, per_head, masked),
-        where=where,
-        valid_rows=valid_rows,
-        out=out,
-        out_dtype=out_dtype,
-    ).y
+        (eps, weight_offset, axis, cast, per_head, masked),
+        where,
+        valid_rows,
+        out,
+        out_dtype,
+    )
 
 
 @documented
@@ -122,18 +122,18 @@ def layer_norm(
     >>> layer_norm(np.array([[1, 2, 3, 4]], np.float32), eps=0.0).round(4)
     array([[-1.3416, -0.4472,  0.4472,  1.3416]], dtype=float32)
     """
-    return _run.forward(
+    return _run.normalize(
         "layer_norm",
         "layer",
         x,
         weight,
         bias,
-        Options(eps, weight_offset, axis, cast, per_head, masked),
-        where=where,
-        valid_rows=valid_rows,
-        out=out,
-        out_dtype=out_dtype,
-    ).y
+        (eps, weight_offset, axis, cast, per_head, masked),
+        where,
+        valid_rows,
+        out,
+        out_dtype,
+    )
 
 
 @documented
@@ -193,22 +193,20 @@ def add_rms_norm(
     >>> residual_out
     array([[2., 4., 6., 8.]], dtype=float32)
     """
-    outputs = _run.forward(
+    return _run.add_normalize(
         "add_rms_norm",
         "rms",
         x,
+        residual,
         weight,
         bias,
-        Options(eps, weight_offset, axis, cast, per_head, masked),
-        where=where,
-        valid_rows=valid_rows,
-        out=out,
-        out_dtype=out_dtype,
-        residual=residual,
-        residual_out=residual_out,
-        adds=True,
+        (eps, weight_offset, axis, cast, per_head, masked),
+        where,
+        valid_rows,
+        out,
+        out_dtype,
+        residual_out,
     )
-    return outputs.y, outputs.residual_out
 
 
 @documented
@@ -268,22 +266,20 @@ def add_layer_norm(
     >>> residual_out
     array([[2., 4., 6., 8.]], dtype=float32)
     """
-    outputs = _run.forward(
+    return _run.add_normalize(
         "add_layer_norm",
         "layer",
         x,
+        residual,
         weight,
         bias,
-        Options(eps, weight_offset, axis, cast, per_head, masked),
-        where=where,
-        valid_rows=valid_rows,
-        out=out,
-        out_dtype=out_dtype,
-        residual=residual,
-        residual_out=residual_out,
-        adds=True,
+        (eps, weight_offset, axis, cast, per_head, masked),
+        where,
+        valid_rows,
+        out,
+        out_dtype,
+        residual_out,
     )
-    return outputs.y, outputs.residual_out
 
 
 @documented

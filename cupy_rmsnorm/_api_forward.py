@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TypeVar
 
 from . import _run
-from ._check import Options
 from ._docs import Axis, CastOption, MaskedOption, documented
 
 ArrayT = TypeVar("ArrayT")
@@ -68,7 +67,7 @@ def rms_norm_forward(
         x,
         weight,
         bias,
-        Options(eps, weight_offset, axis, cast, per_head, masked),
+        (eps, weight_offset, axis, cast, per_head, masked),
         where=where,
         valid_rows=valid_rows,
         out=out,
@@ -138,7 +137,7 @@ def layer_norm_forward(
         x,
         weight,
         bias,
-        Options(eps, weight_offset, axis, cast, per_head, masked),
+        (eps, weight_offset, axis, cast, per_head, masked),
         where=where,
         valid_rows=valid_rows,
         out=out,
@@ -212,7 +211,7 @@ def add_rms_norm_forward(
         x,
         weight,
         bias,
-        Options(eps, weight_offset, axis, cast, per_head, masked),
+        (eps, weight_offset, axis, cast, per_head, masked),
         where=where,
         valid_rows=valid_rows,
         out=out,
@@ -292,7 +291,7 @@ def add_layer_norm_forward(
         x,
         weight,
         bias,
-        Options(eps, weight_offset, axis, cast, per_head, masked),
+        (eps, weight_offset, axis, cast, per_head, masked),
         where=where,
         valid_rows=valid_rows,
         out=out,

@@ -55,10 +55,10 @@ class ForwardKind:
         return TABLE[self.x].itemsize + (TABLE[self.residual].itemsize if self.residual else 0)
 
 
-def forward(call: Forward) -> None:
-    """Run a checked forward call on the GPU of its arrays."""
+def forward(call: Forward) -> _kernel.Launched | None:
+    """Run a checked forward call on the GPU of its arrays; returns what was launched."""
     if call.rows == 0:
-        return
+        return None
     kind = ForwardKind.of(call)
     with current_device(call.space.device.index):
         operands = Operands(
@@ -96,10 +96,11 @@ def forward(call: Forward) -> None:
         packed = _kernel.pack(
             plan.kernel, TABLE[kind.x].accumulation or "", _forward_arguments(call, operands)
         )
-        _kernel.launch(
+        launched = _kernel.launch(
             function, launch.grid, launch.block, launch.shared_bytes, call.space.stream, packed
         )
         operands.finish()
+        return launched
 
 
 def backward(call: Backward) -> None:

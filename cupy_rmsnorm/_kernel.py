@@ -7,9 +7,9 @@ import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _source
 
@@ -240,16 +240,57 @@ def build(specialisation: Specialisation, shared_bytes: int) -> Any:
     return kernel.kernel
 
 
+class Launched(NamedTuple):
+    """A launch that was enqueued, and how to enqueue it again."""
+
+    function: Any
+    grid: int
+    block: int
+    shared_bytes: int
+    packed: bytes
+    launch_kernel: Callable[..., None]
+
+
 def launch(
     function: Any, grid: int, block: int, shared_bytes: int, stream: int, packed_args: bytes
-) -> None:
-    """Enqueue one launch. The driver has copied `packed_args` when it returns."""
-    from cupy.cuda import driver
+) -> Launched | None:
+    """Enqueue one launch. The driver has copied `packed_args` when it returns.
 
+    None comes from stand-ins, whose launches cannot be repeated without them.
+    """
     size = ctypes.c_size_t(len(packed_args))
     address = ctypes.cast(ctypes.c_char_p(packed_args), ctypes.c_void_p).value
     # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE, CU_LAUNCH_PARAM_END
     extra = (ctypes.c_void_p * 5)(1, address, 2, ctypes.addressof(size), 0)
-    driver.launchKernel(
+    launch_kernel = launcher()
+    launch_kernel(
         function.ptr, grid, 1, 1, block, 1, 1, shared_bytes, stream, 0, ctypes.addressof(extra)
     )
+    return Launched(function, grid, block, shared_bytes, packed_args, launch_kernel)
+
+
+@functools.cache
+def launcher() -> Callable[..., None]:
+    """cuLaunchKernel: CuPy's, which it does not document, or the driver's own."""
+    from cupy.cuda import driver
+
+    found: Callable[..., None] | None = getattr(driver, "launchKernel", None)
+    return found or _driver_launch_kernel()
+
+
+def _driver_launch_kernel() -> Callable[..., None]:
+    import sys
+
+    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    enqueue = library.cuLaunchKernel
+    count, pointer = ctypes.c_uint, ctypes.c_void_p
+    enqueue.argtypes = (pointer, *(7 * [count]), pointer, pointer, pointer)
+
+    def launch_kernel(*arguments: int) -> None:
+        status = enqueue(*arguments)
+        if status:
+            name = ctypes.c_char_p()
+            library.cuGetErrorName(status, ctypes.byref(name))
+            raise RuntimeError(f"cuLaunchKernel failed: {(name.value or b'').decode()} ({status})")
+
+    return launch_kernel

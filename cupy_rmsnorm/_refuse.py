@@ -58,7 +58,7 @@ def offset(value: object, *, weighted: bool) -> float:
     result = number("weight_offset", value)
     if result and not weighted:
         raise ValueError(f"weight_offset must be 0 without a weight, got {result}")
-    return result
+    return result + 0.0  # -0.0 == 0.0, and equal options are to give equal bits
 
 
 def choice(name: str, value: object, choices: Sequence[str]) -> str:

@@ -4,20 +4,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from . import _fast
 from ._border import Caller, dtype_name
 from ._call import Backward, Device, Forward, Norm
 from ._check import Options, check_backward, check_forward, check_qk
 
+if TYPE_CHECKING:
+    from ._kernel import Launched
+
 ArrayT = TypeVar("ArrayT")
+Values = tuple[object, ...]  # of Options, in its order
 
 
 class Backend(Protocol):
     """What the NumPy and the CUDA backend have in common."""
 
-    def forward(self, call: Forward) -> None:
-        """Write the outputs of `call`."""
+    def forward(self, call: Forward) -> Launched | None:
+        """Write the outputs of `call`; on a GPU it returns what was launched."""
 
     def backward(self, call: Backward) -> None:
         """Write the gradients of `call`."""
@@ -54,13 +59,89 @@ def backend(device: Device) -> Backend:
     return _cuda
 
 
+def normalize(
+    function: str,
+    norm: Norm,
+    x: ArrayT,
+    weight: object,
+    bias: object,
+    options: Values,
+    where: object,
+    valid_rows: object,
+    out: ArrayT | None,
+    out_dtype: object,
+) -> ArrayT:
+    """Run rms_norm or layer_norm."""
+    if where is None and valid_rows is None and _fast.typical(options):
+        call = (function, options, out_dtype)
+        done = _fast.forward(call, x, None, weight, bias, out, None)
+        if done is not None:
+            return done[0]  # type: ignore[no-any-return]
+    else:
+        call = None
+    return forward(
+        function,
+        norm,
+        x,
+        weight,
+        bias,
+        options,
+        where=where,
+        valid_rows=valid_rows,
+        out=out,
+        out_dtype=out_dtype,
+        call=call,
+    ).y
+
+
+def add_normalize(
+    function: str,
+    norm: Norm,
+    x: ArrayT,
+    residual: object,
+    weight: object,
+    bias: object,
+    options: Values,
+    where: object,
+    valid_rows: object,
+    out: ArrayT | None,
+    out_dtype: object,
+    residual_out: ArrayT | None,
+) -> tuple[ArrayT, ArrayT]:
+    """Run add_rms_norm or add_layer_norm."""
+    if where is None and valid_rows is None and residual is not None and _fast.typical(options):
+        call = (function, options, out_dtype)
+        done = _fast.forward(call, x, residual, weight, bias, out, residual_out)
+        if done is not None:
+            return done
+    else:
+        call = None
+    outputs = forward(
+        function,
+        norm,
+        x,
+        weight,
+        bias,
+        options,
+        where=where,
+        valid_rows=valid_rows,
+        out=out,
+        out_dtype=out_dtype,
+        residual=residual,
+        residual_out=residual_out,
+        adds=True,
+        call=call,
+    )
+    return outputs.y, outputs.residual_out
+
+
 def forward(
     function: str,
     norm: Norm,
     x: ArrayT,
     weight: object,
     bias: object,
-    options: Options,
+    options: Values,
     *,
     where: object = None,
     valid_rows: object = None,
@@ -72,10 +153,14 @@ def forward(
     rstd_out: object = None,
     adds: bool = False,
     statistics: bool = False,
+    call: Values | None = None,
 ) -> Outputs[ArrayT]:
-    """Run one forward function; `adds` and `statistics` say which of its kind it is."""
+    """Run one forward function; `adds` and `statistics` say which of its kind it is.
+
+    `call` is given where a later one like it may take the short road.
+    """
     caller = Caller("x", x)
-    call = check_forward(
+    checked = check_forward(
         function,
         norm,
         caller.space,
@@ -85,7 +170,7 @@ def forward(
         bias=caller.parameter("bias", bias),
         where=caller.optional("where", where),
         valid_rows=caller.optional("valid_rows", valid_rows),
-        options=options,
+        options=Options(*options),
         out=caller.output("out", out),
         out_dtype=dtype_name("out_dtype", out_dtype),
         residual_out=caller.output("residual_out", residual_out),
@@ -93,12 +178,14 @@ def forward(
         rstd_out=caller.output("rstd_out", rstd_out),
         statistics=statistics,
     )
-    backend(caller.x.device).forward(call)
+    launched = backend(caller.x.device).forward(checked)
+    if launched is not None and call is not None:
+        _fast.remember(call, x, residual, weight, bias, out, residual_out, checked, launched)
     return Outputs(
-        caller.give(call.y, out),
-        caller.give(call.residual_out, residual_out),
-        caller.give(call.mean, mean_out),
-        caller.give(call.rstd, rstd_out),
+        caller.give(checked.y, out),
+        caller.give(checked.residual_out, residual_out),
+        caller.give(checked.mean, mean_out),
+        caller.give(checked.rstd, rstd_out),
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from . import _run
+from . import _fast, _run
 from ._border import dtype_name, look_at_parameter
 from ._call import Norm, WarmupCall
 from ._check import Options
@@ -19,7 +19,7 @@ ArrayT = TypeVar("ArrayT")
 class BoundNorm:
     """A normalisation with its weight and options held: ``norm(x, out=None)``."""
 
-    __slots__ = ("_bias", "_function", "_norm", "_options", "_out_dtype", "_weight")
+    __slots__ = ("_bias", "_call", "_function", "_norm", "_options", "_out_dtype", "_weight")
 
     def __init__(
         self,
@@ -27,19 +27,26 @@ class BoundNorm:
         norm: Norm,
         weight: object,
         bias: object,
-        options: Options,
+        options: _run.Values,
         out_dtype: object,
     ) -> None:
-        check_bound(look_at_parameter("weight", weight), look_at_parameter("bias", bias), options)
+        check_bound(
+            look_at_parameter("weight", weight), look_at_parameter("bias", bias), Options(*options)
+        )
         self._function = function
         self._norm = norm
         self._weight = weight
         self._bias = bias
         self._options = options
         self._out_dtype = dtype_name("out_dtype", out_dtype)
+        self._call = (function, options, self._out_dtype) if _fast.typical(options) else None
 
     def __call__(self, x: ArrayT, out: ArrayT | None = None) -> ArrayT:
         """Normalise `x`; `out` is as in the function that this binds."""
+        if self._call is not None:
+            done = _fast.forward(self._call, x, None, self._weight, self._bias, out, None)
+            if done is not None:
+                return done[0]  # type: ignore[no-any-return]
         return _run.forward(
             self._function,
             self._norm,
@@ -49,6 +56,7 @@ class BoundNorm:
             self._options,
             out=out,
             out_dtype=self._out_dtype,
+            call=self._call,
         ).y
 
     def __repr__(self) -> str:
@@ -96,7 +104,7 @@ def bind_rms_norm(
     >>> norm(np.array([[3, 4]], np.float32)).round(4)
     array([[0.8485, 2.2627]], dtype=float32)
     """
-    options = Options(eps, weight_offset, axis, cast, per_head)
+    options = (eps, weight_offset, axis, cast, per_head, "keep")
     return BoundNorm("rms_norm", "rms", weight, bias, options, out_dtype)
 
 
@@ -141,7 +149,7 @@ def bind_layer_norm(
     >>> norm(np.array([[3, 4]], np.float32))
     array([[-1.,  2.]], dtype=float32)
     """
-    options = Options(eps, weight_offset, axis, cast, per_head)
+    options = (eps, weight_offset, axis, cast, per_head, "keep")
     return BoundNorm("layer_norm", "layer", weight, bias, options, out_dtype)
 
 

@@ -29,6 +29,7 @@ LAYERS = """
     variants
     _api _api_forward _api_backward _tools
     _run
+    _fast
     _border
     _libraries
     _check_tools

@@ -1,0 +1,517 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The short road of a repeated call: which calls take it, and that it launches the same.
+
+No GPU: arrays lie in host memory, and a stand-in for the driver reads the arguments as it would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import cupy_rmsnorm as norms
+from cupy_rmsnorm import _cpu, _cuda, _device, _fast, _kernel, _libraries, _run
+from cupy_rmsnorm._kernel import DeviceProperties, Specialisation
+
+ROWS, HIDDEN_SIZE = 4, 64
+STREAM = 77
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One launch, as the driver gets it."""
+
+    specialisation: Specialisation
+    grid: int
+    block: int
+    shared_bytes: int
+    stream: int
+    packed: bytes
+    short: bool  # by the short road
+
+
+class Driver:
+    """Stands in for the driver: reads the arguments and computes nothing."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self._functions: list[Specialisation] = []
+
+    def function(self, specialisation: Specialisation, device: int, shared_bytes: int = 0) -> Any:
+        self._functions.append(specialisation)
+        return SimpleNamespace(ptr=len(self._functions) - 1)
+
+    def launch_kernel(
+        self,
+        function: int,
+        *geometry_and_stream: int,
+    ) -> None:
+        grid, _, _, block, _, _, shared_bytes, stream, parameters, extra = geometry_and_stream
+        specialisation = self._functions[function]
+        size = _kernel._packer(specialisation.kernel, "float32").size
+        if parameters:
+            address = ctypes.c_void_p.from_address(parameters).value
+        else:
+            address = (ctypes.c_void_p * 5).from_address(extra)[1]
+        packed = ctypes.string_at(address or 0, size)
+        time.sleep(0)  # the driver reads without the GIL: another thread may run
+        assert packed == ctypes.string_at(address or 0, size)
+        self.launches.append(
+            Launch(specialisation, grid, block, shared_bytes, stream, packed, bool(parameters))
+        )
+
+    def roads(self, call: Callable[[], object]) -> tuple[Launch, Launch]:
+        """The launches of two equal calls."""
+        self.launches.clear()
+        call()
+        call()
+        first, second = self.launches
+        return first, second
+
+
+class CuPyLibrary:
+    """CuPy arrays over host memory."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        import cupy
+
+        self.cupy = cupy
+        stream = SimpleNamespace(ptr=STREAM)
+        for target, name, value in (
+            (cupy.cuda, "get_current_stream", lambda device=-1: stream),
+            (cupy.cuda.runtime, "getDevice", lambda: 0),
+            (cupy.cuda.runtime, "setDevice", lambda device: None),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        stack.callback(cupy.cuda.set_allocator, cupy.cuda.get_allocator())
+        cupy.cuda.set_allocator(self._allocate)
+        stack.enter_context(mock.patch.object(_run, "backend", return_value=_cuda))
+        stack.enter_context(
+            mock.patch.object(_libraries._CuPySpace, "contiguous", self._contiguous)
+        )
+
+    @staticmethod
+    def _contiguous(space: Any, array: Any) -> Any:
+        return space.empty(array.name, array.shape, array.dtype)
+
+    def _allocate(self, size: int) -> Any:
+        values = np.zeros(size + 512, np.uint8)
+        start = -values.ctypes.data % 512
+        memory = self.cupy.cuda.UnownedMemory(values.ctypes.data + start, max(size, 1), values, 0)
+        return self.cupy.cuda.MemoryPointer(memory, 0)
+
+    def empty(self, shape: tuple[int, ...], dtype: str = "float16") -> Any:
+        return self.cupy.ndarray(shape, np.dtype(dtype))
+
+    def address(self, array: Any) -> int:
+        return int(array.data.ptr)
+
+
+class TorchLibrary:
+    """torch tensors on the CPU that say they are on GPU 0."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        import torch
+
+        self.torch = torch
+        stack.enter_context(mock.patch.object(torch.Tensor, "get_device", return_value=0))
+        stack.enter_context(
+            mock.patch.object(
+                torch._C, "_cuda_getCurrentRawStream", return_value=STREAM, create=True
+            )
+        )
+        stack.enter_context(mock.patch.object(_device, "ready", return_value=0))
+        stack.enter_context(mock.patch.object(_cpu, "forward", self._forward))
+        stack.enter_context(
+            mock.patch.object(_cuda, "current_device", return_value=contextlib.nullcontext())
+        )
+
+    def _forward(self, call: Any) -> Any:
+        call.space.stream = STREAM
+        return _cuda.forward(call)
+
+    def empty(self, shape: tuple[int, ...], dtype: str = "float16") -> Any:
+        dtype = getattr(self.torch, dtype)
+        room = self.torch.zeros(int(np.prod(shape)) + 512, dtype=dtype)
+        start = -room.data_ptr() % 512 // room.element_size()
+        return room[start : start + int(np.prod(shape))].view(shape)
+
+    def address(self, array: Any) -> int:
+        return int(array.data_ptr())
+
+
+LIBRARIES = {"cupy": CuPyLibrary, "torch": TorchLibrary}
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    stand_in = Driver()
+    with contextlib.ExitStack() as stack:
+        for name, value in (
+            ("function", stand_in.function),
+            ("launcher", lambda: stand_in.launch_kernel),
+            ("device_properties", lambda device: DeviceProperties(90, 132)),
+        ):
+            stack.enter_context(mock.patch.object(_kernel, name, value))
+        stack.enter_context(mock.patch.object(_fast, "_libraries", {}))
+        yield stand_in
+    _fast.forget()
+
+
+@pytest.fixture(params=list(LIBRARIES))
+def library(request: pytest.FixtureRequest, driver: Driver) -> Iterator[Any]:
+    pytest.importorskip(request.param)
+    with contextlib.ExitStack() as stack:
+        yield LIBRARIES[request.param](stack)
+
+
+@pytest.fixture
+def torch_library(driver: Driver) -> Iterator[TorchLibrary]:
+    pytest.importorskip("torch")
+    with contextlib.ExitStack() as stack:
+        yield TorchLibrary(stack)
+
+
+def test_addresses_come_first() -> None:
+    names = [name for name, _ in _kernel.FORWARD_PARAMETERS[:8]]
+    assert names == ["y", "residual_out", "mean", "rstd", "x", "residual", "weight", "bias"]
+
+
+SHAPES = [(ROWS, HIDDEN_SIZE), (HIDDEN_SIZE,), (2, 3, 1024), (3, 40_000), (1, 300_000)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("function", ["rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"])
+def test_a_repeated_call_launches_the_same(
+    driver: Driver, library: Any, function: str, shape: tuple[int, ...]
+) -> None:
+    adds = function.startswith("add_")
+    x, out, residual, sums = (library.empty(shape) for _ in range(4))
+    weight, bias = library.empty(shape[-1:], "float32"), library.empty(shape[-1:])
+    arrays = (x, residual) if adds else (x,)
+    outputs = {"out": out, "residual_out": sums} if adds else {"out": out}
+
+    def call() -> None:
+        returned = getattr(norms, function)(*arrays, weight, bias, **outputs)
+        if adds:
+            assert returned[0] is out
+            assert returned[1] is sums
+        else:
+            assert returned is out
+
+    first, second = driver.roads(call)
+    assert not first.short
+    assert second == dataclasses.replace(first, short=True)
+    assert first.stream == STREAM
+
+
+def test_other_addresses_are_packed(driver: Driver, library: Any) -> None:
+    shape = (ROWS, HIDDEN_SIZE)
+    for _ in range(3):
+        x, out, weight = library.empty(shape), library.empty(shape), library.empty(shape[1:])
+        norms.rms_norm(x, weight, out=out)
+        fields = _kernel._packer("norm_forward", "float32").unpack(driver.launches[-1].packed)
+        packed = dict(zip([name for name, _ in _kernel.FORWARD_PARAMETERS], fields, strict=True))
+        assert packed["x"] == library.address(x)
+        assert packed["y"] == library.address(out)
+        assert packed["weight"] == library.address(weight)
+        assert packed["residual"] == packed["bias"] == packed["mean"] == packed["where"] == 0
+    assert [launch.short for launch in driver.launches] == [False, True, True]
+
+
+@pytest.mark.parametrize("out_dtype", [None, "float32"])
+def test_outputs_are_made_as_on_the_general_road(
+    driver: Driver, library: Any, out_dtype: str | None
+) -> None:
+    x, residual = library.empty((ROWS, HIDDEN_SIZE)), library.empty((ROWS, HIDDEN_SIZE), "float32")
+    made = [norms.add_rms_norm(x, residual, out_dtype=out_dtype) for _ in range(2)]
+    assert [launch.short for launch in driver.launches] == [False, True]
+    for general, short in zip(*made, strict=True):
+        assert type(short) is type(general)
+        assert short.dtype == general.dtype
+        assert short.shape == general.shape
+        assert library.address(short) != library.address(general)
+
+
+def test_bound(driver: Driver, library: Any) -> None:
+    x, out = library.empty((ROWS, HIDDEN_SIZE)), library.empty((ROWS, HIDDEN_SIZE))
+    bound = norms.bind_layer_norm(library.empty((HIDDEN_SIZE,)))
+    first, second = driver.roads(lambda: bound(x, out))
+    assert second == dataclasses.replace(first, short=True)
+
+
+def test_bound_reads_where_the_weight_lies(driver: Driver, torch_library: TorchLibrary) -> None:
+    x = torch_library.empty((ROWS, HIDDEN_SIZE))
+    weight = torch_library.torch.nn.Parameter(torch_library.empty((HIDDEN_SIZE,)), False)
+    bound = norms.bind_rms_norm(weight)
+    bound(x)
+    weight.data = torch_library.empty((HIDDEN_SIZE,))
+    bound(x)
+    assert [launch.short for launch in driver.launches] == [False, True]
+    assert driver.launches[0].packed[48:56] != driver.launches[1].packed[48:56]
+    assert driver.launches[1].packed[48:56] == weight.data_ptr().to_bytes(8, sys.byteorder)
+    weight.data = torch_library.empty((HIDDEN_SIZE,), "float32")
+    bound(x)
+    assert not driver.launches[2].short
+    weight.data = torch_library.empty((HIDDEN_SIZE - 1,), "float32")
+    with pytest.raises(ValueError, match=r"^weight must have shape \(64,\), got \(63,\)$"):
+        bound(x)
+
+
+# What does not qualify ------------------------------------------------------------------------
+
+
+def call_again(library: Any, change: str) -> None:
+    """A call that qualifies, but for one thing."""
+    shape = (ROWS, HIDDEN_SIZE)
+    x, weight, out = library.empty(shape), library.empty(shape[1:]), library.empty(shape)
+    options: dict[str, Any] = {}
+    if change == "strided x":
+        x = library.empty((ROWS, 2 * HIDDEN_SIZE))[:, :HIDDEN_SIZE]
+    elif change == "misaligned x":
+        x = library.empty((ROWS * HIDDEN_SIZE + 4,))[4:].reshape(shape)
+    elif change == "strided weight":
+        weight = library.empty((2 * HIDDEN_SIZE,))[::2]
+    elif change == "strided out":
+        out = library.empty((ROWS, 2 * HIDDEN_SIZE))[:, :HIDDEN_SIZE]
+    elif change == "constant weight":
+        weight = 2.0
+    elif change == "mask":
+        options["where"] = library.empty((ROWS,), "bool")
+    elif change == "valid_rows":
+        options["valid_rows"] = library.empty((1,), "int64")
+    elif change == "integer eps":
+        options["eps"] = 1
+    elif change == "NumPy eps":
+        options["eps"] = np.float32(1e-6)
+    elif change == "tuple axis":
+        options["axis"] = (-1,)
+    elif change == "no rows":
+        x, out = library.empty((0, HIDDEN_SIZE)), library.empty((0, HIDDEN_SIZE))
+    elif change == "one column":
+        x, weight, out = (library.empty(shape) for shape in ((3, 1), (1,), (3, 1)))
+    else:
+        assert change == ""
+    norms.rms_norm(x, weight, out=out, **options)
+
+
+CHANGES = (
+    "strided x",
+    "misaligned x",
+    "strided weight",
+    "strided out",
+    "constant weight",
+    "mask",
+    "valid_rows",
+    "integer eps",
+    "NumPy eps",
+    "tuple axis",
+    "no rows",
+    "one column",
+)
+
+
+@pytest.mark.parametrize("change", ["", *CHANGES])
+def test_what_qualifies(driver: Driver, library: Any, change: str) -> None:
+    call_again(library, "")
+    for _ in range(2):
+        call_again(library, change)
+    expected = {"": [False, True, True], "no rows": [False]}.get(change, [False, False, False])
+    assert [launch.short for launch in driver.launches] == expected
+
+
+REFUSED: dict[str, tuple[type[Exception], dict[str, Any]]] = {
+    "per_head must be True or False": (TypeError, {"per_head": 0}),
+    "weight_offset must be a real number": (TypeError, {"weight_offset": False}),
+    "axis must be an int": (TypeError, {"axis": -1.0}),
+    "cast must be": (ValueError, {"cast": "twice"}),
+    "masked must be": (ValueError, {"masked": "drop"}),
+    "out_dtype must be a dtype": (TypeError, {"out_dtype": {1}}),
+    "eps must not be negative": (ValueError, {"eps": -1.0}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_errors_stay(driver: Driver, library: Any, message: str) -> None:
+    x, weight = library.empty((ROWS, HIDDEN_SIZE)), library.empty((HIDDEN_SIZE,))
+    norms.rms_norm(x, weight)
+    error, options = REFUSED[message]
+    with pytest.raises(error, match=f"^{message}"):
+        norms.rms_norm(x, weight, **options)
+    assert len(driver.launches) == 1
+
+
+def test_shapes_stay_checked(driver: Driver, library: Any) -> None:
+    x, weight = library.empty((ROWS, HIDDEN_SIZE)), library.empty((HIDDEN_SIZE,))
+    out = library.empty((ROWS, HIDDEN_SIZE))
+    norms.add_rms_norm(x, x, weight, out=out)
+    other = library.empty((HIDDEN_SIZE, ROWS))
+    with pytest.raises(ValueError, match=r"^weight must have shape"):
+        norms.add_rms_norm(x, x, library.empty((ROWS,)), out=out)
+    with pytest.raises(ValueError, match=r"^residual must have shape"):
+        norms.add_rms_norm(x, other, weight, out=out)
+    with pytest.raises(ValueError, match=r"^out must have shape"):
+        norms.add_rms_norm(x, x, weight, out=other)
+    with pytest.raises(ValueError, match=r"^residual_out must have shape"):
+        norms.add_rms_norm(x, x, weight, out=out, residual_out=other)
+
+
+def test_overlaps_stay_refused(driver: Driver, library: Any) -> None:
+    """Every place of every array in one buffer: the short road refuses what the general does."""
+    room, size = library.empty((8 * 64,)), 64
+
+    def at(place: int, dtype_width: int = 1) -> Any:
+        return room[place : place + size].reshape(1, size)
+
+    places = (0, 32, 64, 128)
+    free = [library.empty((1, size)) for _ in range(4)]
+    norms.add_rms_norm(free[0], free[1], free[2][0], out=free[3], residual_out=free[1])
+    norms.add_rms_norm(free[0], free[1], free[2][0], out=free[0], residual_out=free[1])
+    seen = set()
+    for x, residual, weight, out, sums in np.ndindex(*(5 * [len(places)])):
+        arrays = [at(places[i]) for i in (x, residual, weight, out, sums)]
+
+        def call(arrays: list[Any] = arrays) -> str:
+            try:
+                norms.add_rms_norm(
+                    arrays[0],
+                    arrays[1],
+                    arrays[2][0],
+                    out=arrays[3],
+                    residual_out=arrays[4],
+                )
+            except ValueError as error:
+                return str(error)
+            return ""
+
+        driver.launches.clear()
+        short = call()
+        road = [launch.short for launch in driver.launches]
+        with mock.patch.object(_fast, "forward", return_value=None):
+            general = call()
+        assert short == general
+        assert road == ([] if general else [True])
+        seen.add(bool(general))
+    assert seen == {True, False}
+
+
+def test_in_place_needs_equal_dtypes(driver: Driver, library: Any) -> None:
+    x = library.empty((ROWS, HIDDEN_SIZE), "float32")
+    norms.rms_norm(x, out=library.empty((ROWS, HIDDEN_SIZE)))
+    view = x.view(library.empty((1,)).dtype)[:, :HIDDEN_SIZE]
+    contiguous = x.reshape(-1)[: ROWS * HIDDEN_SIZE // 2].view(view.dtype)
+    with pytest.raises(ValueError, match=r"^out must not overlap x"):
+        norms.rms_norm(x, out=contiguous.reshape(ROWS, HIDDEN_SIZE))
+
+
+def test_the_current_device_decides(driver: Driver, library: Any) -> None:
+    for _ in range(2):
+        call_again(library, "")
+    with mock.patch.object(_device, "ready", return_value=1):
+        call_again(library, "")
+    with mock.patch.object(_device, "ready", return_value=-1):  # a thread without a context
+        call_again(library, "")
+    assert [launch.short for launch in driver.launches] == [False, True, False, False]
+
+
+def test_gradients(driver: Driver, torch_library: TorchLibrary) -> None:
+    torch = torch_library.torch
+    x, out = (torch_library.empty((ROWS, HIDDEN_SIZE)) for _ in range(2))
+    weight = torch.nn.Parameter(torch_library.empty((HIDDEN_SIZE,)))
+    with torch.no_grad():
+        norms.rms_norm(x, weight, out=out)
+        version = out._version
+        norms.rms_norm(x, weight, out=out)
+    assert [launch.short for launch in driver.launches] == [False, True]
+    assert out._version == version + 1
+    with pytest.raises(RuntimeError, match=r"^weight requires grad"):
+        norms.rms_norm(x, weight, out=out)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"^out must not require grad"):
+        norms.rms_norm(x, weight, out=out.clone().requires_grad_())
+    assert len(driver.launches) == 2
+
+
+def test_subclasses_and_tensors_without_memory(driver: Driver, torch_library: TorchLibrary) -> None:
+    torch = torch_library.torch
+
+    class Tagged(torch.Tensor):  # type: ignore[name-defined, misc]
+        pass
+
+    x = torch_library.empty((ROWS, HIDDEN_SIZE))
+    norms.rms_norm(x)
+    norms.rms_norm(x.as_subclass(Tagged))
+    assert [launch.short for launch in driver.launches] == [False, False]
+    with pytest.raises(TypeError, match=r"^x must be a tensor with memory of its own"):
+        torch.func.vmap(norms.rms_norm)(torch_library.empty((2, ROWS, HIDDEN_SIZE)))
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode, pytest.raises(TypeError, match=r"memory of its own"):
+        norms.rms_norm(mode.from_tensor(x))
+    assert len(driver.launches) == 2
+
+
+# Many of them -----------------------------------------------------------------------------------
+
+
+def test_the_number_of_kept_calls_is_bounded(
+    driver: Driver, library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_fast, "LIMIT", 4)
+    arrays = [library.empty((rows, HIDDEN_SIZE)) for rows in range(1, 7)]
+    for x in arrays:
+        norms.rms_norm(x)
+    assert len(_fast._entries) == 4
+    driver.launches.clear()
+    norms.rms_norm(arrays[-1])
+    norms.rms_norm(arrays[0])
+    assert [launch.short for launch in driver.launches] == [True, False]
+
+
+def test_threads(driver: Driver, library: Any) -> None:
+    """Each launch has the addresses of one caller, in first calls and in later ones."""
+    threads, calls = 16, 40
+    pairs = [
+        (library.empty((ROWS, HIDDEN_SIZE)), library.empty((ROWS, HIDDEN_SIZE)))
+        for _ in range(threads)
+    ]
+    start = threading.Barrier(threads)
+    failures: list[BaseException] = []
+
+    def work(x: Any, out: Any) -> None:
+        try:
+            start.wait()
+            for _ in range(calls):
+                assert norms.rms_norm(x, out=out) is out
+        except BaseException as error:
+            failures.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        workers = [threading.Thread(target=work, args=pair) for pair in pairs]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert failures == []
+    assert len(driver.launches) == threads * calls
+    assert sum(launch.short for launch in driver.launches) >= threads * (calls - 2)
+    addresses = {library.address(x): library.address(out) for x, out in pairs}
+    for launch in driver.launches:
+        fields = _kernel._packer("norm_forward", "float32").unpack(launch.packed)
+        assert addresses[fields[4]] == fields[0]
+    (entry,) = _fast._entries.values()
+    assert 1 <= len(entry._buffers) <= threads
