@@ -8,10 +8,11 @@ of functions that allocate are kept, and given back just before the next one of 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 2e-2}  # of the large
 CHUNK = 1 << 24  # elements that the reference of a weight's gradient takes at once
 QUACK_PATIENCE = 60.0  # seconds for a kernel from its compile workers
 MODULES = {
+    "quack": "quack.rmsnorm",  # first: its workers compile while the others are imported
     "liger": "liger_kernel.ops.rms_norm",
-    "quack": "quack.rmsnorm",
     "flashinfer": "flashinfer",
 }
 
@@ -37,16 +38,24 @@ Tensors = list[Tensor]
 Makes = Mapping[str, Make]
 
 
-def find_peers() -> tuple[list[str], dict[str, str]]:
-    """The peers that can be imported, and why others cannot."""
+@contextlib.contextmanager
+def peers(shapes: Iterable[Shape]) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """The peers that can be imported, and why others cannot; QuACK compiles for `shapes`."""
     present, missing = [], {}
     for name, module in MODULES.items():
         try:
             importlib.import_module(module)
+            if name == "quack":
+                _start_quack(shapes)
             present.append(name)
         except Exception as error:
             missing[name] = reason(error)
-    return present, missing
+            print(f"{name} takes no part: {missing[name]}", flush=True)
+    try:
+        yield present, missing
+    finally:
+        if "quack" in present:
+            _stop_quack()
 
 
 # Data ------------------------------------------------------------------------------------------
@@ -163,8 +172,8 @@ class ForwardData(Data):
             self.close(name, got[self.at], expected)
 
 
-def forward(data: ForwardData, peers: Iterable[str]) -> dict[str, Candidate]:
-    """This library, torch, torch.compile where it is wanted, and the peers."""
+def forward(data: ForwardData, names: Iterable[str]) -> dict[str, Candidate]:
+    """This library, torch, torch.compile where it is wanted, and the named peers."""
     makes: dict[str, Make] = {
         "ours": lambda: ours_forward(data),
         "torch": lambda: _torch_forward(data),
@@ -176,7 +185,7 @@ def forward(data: ForwardData, peers: Iterable[str]) -> dict[str, Candidate]:
         "quack": lambda: _await_quack(_quack_forward(data)),
         "flashinfer": lambda: _flashinfer_forward(data),
     }
-    makes |= {name: wanted[name] for name in peers}
+    makes |= {name: wanted[name] for name in names}
     return _candidates(data, makes)
 
 
@@ -340,8 +349,8 @@ class BackwardData(Data):
             self.close(name, got[self.at] if name == "dx" else got, expected)
 
 
-def backward(data: BackwardData, peers: Iterable[str]) -> dict[str, Candidate]:
-    """This library, torch, torch.compile where it is wanted, and the peers."""
+def backward(data: BackwardData, names: Iterable[str]) -> dict[str, Candidate]:
+    """This library, torch, torch.compile where it is wanted, and the named peers."""
     makes: dict[str, Make] = {
         "ours": lambda: ours_backward(data),
         "torch": lambda: _torch_backward(data),
@@ -352,7 +361,7 @@ def backward(data: BackwardData, peers: Iterable[str]) -> dict[str, Candidate]:
         "liger": lambda: _liger_backward(data),
         "quack": lambda: _await_quack(_quack_backward(data)),
     }
-    makes |= {name: wanted[name] for name in peers if name in wanted}
+    makes |= {name: wanted[name] for name in names if name in wanted}
     return _candidates(data, makes)
 
 
@@ -513,7 +522,7 @@ def _backward_rings(data: BackwardData) -> tuple[Tensors, ...]:
 # QuACK's compile workers -----------------------------------------------------------------------
 
 
-def start_quack(shapes: Iterable[Shape]) -> None:
+def _start_quack(shapes: Iterable[Shape]) -> None:
     """Have QuACK compile for all shapes in other processes: one by one it takes seconds a shape."""
     from quack.cache import async_compile
 
@@ -535,7 +544,7 @@ def start_quack(shapes: Iterable[Shape]) -> None:
             continue  # what is wrong shows when its turn comes
 
 
-def stop_quack() -> None:
+def _stop_quack() -> None:
     """End the workers."""
     from quack.cache import async_compile
 

@@ -74,23 +74,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from benchmarks import baselines
 
     torch.set_grad_enabled(False)
-    peers, missing = baselines.find_peers()
-    for name, why in missing.items():
-        print(f"{name} takes no part: {why}")
-    run = Run(options, begin, race.meta(options.rounds, options.commit) | {"missing": missing})
-    shapes = [shape for shape in FORWARD if options.only in str(shape)]
-    if "quack" in peers:
-        baselines.start_quack(shapes)
-    try:
+    wanted = [shape for shape in FORWARD if options.only in str(shape)]
+    with baselines.peers(wanted) as (present, missing):
+        meta = race.meta(options.rounds, options.commit) | {"missing": missing}
+        run = Run(options, begin, meta)
         # QuACK's kernels are being compiled: first the races that need none.
         run.all(VARIANTS, variants, case="plain")
         run.all(
             FORWARD,
-            lambda shape, count: baselines.forward(baselines.ForwardData(shape, count), peers),
+            lambda shape, count: baselines.forward(baselines.ForwardData(shape, count), present),
         )
-    finally:
-        if "quack" in peers:
-            baselines.stop_quack()
     race.show(bars(run.rows), run.rows)
     print(f"{run.seconds():.0f} s")
 
