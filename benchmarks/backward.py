@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Race, write, and say which bars hold."""
     begin = time.perf_counter()
     options = race.parser("The backward functions beside others.", 70).parse_args(arguments)
+    race.need_gpu()
     import torch
 
     from benchmarks import baselines

@@ -113,7 +113,10 @@ class Data:
 
 
 def keeping(function: Callable[..., Any], rings: tuple[Tensors, ...], outputs: int) -> Call:
-    """A call of a function that allocates `outputs` tensors of x's size first of all it returns."""
+    """A call of `function` on a placement's tensors, whose outputs live until the next one there.
+
+    The first `outputs` things that it returns are new tensors of the inputs' size.
+    """
     kept: list[Any] = [tuple(torch.empty_like(x) for _ in range(outputs)) for x in rings[0]]
 
     def call(i: int) -> Any:

@@ -69,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Race, write, and say which bars hold."""
     begin = time.perf_counter()
     options = race.parser("The forward functions beside others.", 170).parse_args(arguments)
+    race.need_gpu()
     import torch
 
     from benchmarks import baselines

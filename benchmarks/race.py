@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.shapes import Shape
-from cupy_rmsnorm import _bench
+from cupy_rmsnorm import _bench, _info
 
 FIRST_CALLS = 3  # before the capture: they compile and autotune
 Result = dict[str, Any]  # a row of a result file
@@ -179,6 +179,13 @@ def parser(description: str, budget: float) -> argparse.ArgumentParser:
     made.add_argument("--commit", help="of what is measured, where this is no checkout")
     made.add_argument("--resume", type=Path, help="keep the rows of this result file")
     return made
+
+
+def need_gpu() -> None:
+    """End the program, saying why, where there is none."""
+    usable, why = _info.available()
+    if not usable:
+        raise SystemExit(f"this benchmark needs a GPU: {why}")
 
 
 class Run:

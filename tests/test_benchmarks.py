@@ -308,6 +308,13 @@ def test_a_candidate_that_fails_does_not_end_the_race(monkeypatch: pytest.Monkey
     assert len(synchronized) >= 4
 
 
+@pytest.mark.parametrize("command", [compare, backward])
+def test_a_command_says_why_it_cannot_run(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(race._info, "available", lambda: (False, "no NVIDIA driver was found"))
+    with pytest.raises(SystemExit, match="needs a GPU: no NVIDIA driver was found"):
+        command.main([])
+
+
 # Baselines -------------------------------------------------------------------------------------
 
 
