@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import cupy_rmsnorm as cr
 from benchmarks.race import Candidate, Make, Wrong, reason
@@ -33,7 +34,6 @@ MODULES = {
     "flashinfer": "flashinfer",
 }
 
-Tensor = torch.Tensor
 Tensors = list[Tensor]
 Makes = Mapping[str, Make]
 
