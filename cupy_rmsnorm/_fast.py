@@ -24,8 +24,9 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _device
 from ._call import Array, Forward
@@ -34,7 +35,12 @@ from ._dtypes import TABLE, numpy_dtype
 if TYPE_CHECKING:
     from ._kernel import Launched
 
-LIMIT = 1024  # calls that are kept; the oldest goes first
+ItemT = TypeVar("ItemT")
+
+# How many calls are kept of one function and its options, and how many of the latter; the oldest
+# goes first.
+LIMIT = 512
+OPTIONS_LIMIT = 64
 ALIGNMENT = 16  # bytes: where every array begins
 
 # What the packed arguments of every forward kernel begin with: the addresses of y, residual_out,
@@ -42,90 +48,78 @@ ALIGNMENT = 16  # bytes: where every array begins
 _ADDRESSES = struct.Struct("@8Q")
 _POINTER = struct.Struct("@Q")
 
-# What tells a call apart, and the addresses of x, residual, weight, bias, out and residual_out
-# (0: there is no such array).
-Described = tuple[Hashable, int, int, int, int, int, int]
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """What the short road asks of an array library."""
+
+    # The address of an array that qualifies on this device, else 0.
+    input: Callable[[Any, int], int]
+    output: Callable[[Any, int], int]
+    empty_like: Callable[[Any, Any], Any]  # a new array, of a dtype of the library's own
+    dtype: Callable[[str], Any]
+    stream: Callable[[int], int]  # the raw handle of the device's current stream
+    written: Callable[[Any], None] | None  # told of outputs that the caller gave
 
 
-class _Torch:
-    """torch tensors.
+def _torch_library(torch: Any) -> Library:
+    tensor, parameter = torch.Tensor, torch.nn.Parameter
+    grad_enabled = torch.is_grad_enabled
 
-    The negative bit is not asked for, which costs more than a pointer: a view that has it skips
-    every other number, and is contiguous only where it has a single element.
-    """
-
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
-        self._tensor = torch.Tensor
-        self._inputs = frozenset((torch.Tensor, torch.nn.Parameter))
-        self._grad_enabled = torch.is_grad_enabled
-        raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-        self.stream = raw_stream or (lambda index: torch.cuda.current_stream(index).cuda_stream)
-        self.written = torch.autograd.graph.increment_version
-
-    def input(self, array: Any, device: int) -> int:
-        """The address of an array that qualifies, else 0."""
+    def address(array: Any, device: int) -> int:
+        # The negative bit is not asked for, which costs more than a pointer: a view that has it
+        # skips every other number, and is contiguous only where it has a single element.
         try:
-            if (
-                type(array) in self._inputs
-                and array.get_device() == device
-                and array.is_contiguous()
-                and not (array.requires_grad and self._grad_enabled())
-            ):
+            if array.get_device() == device and array.is_contiguous():
                 return array.data_ptr()  # type: ignore[no-any-return]
         except RuntimeError:
             pass  # no memory of its own, as within vmap
         return 0
 
-    def output(self, array: Any, device: int) -> int:
-        """The same for an array that will be written."""
-        if type(array) is self._tensor and not array.requires_grad:
-            return self.input(array, device)
-        return 0
+    def input(array: Any, device: int) -> int:
+        cls = type(array)
+        if cls is not tensor and cls is not parameter:
+            return 0
+        if array.requires_grad and grad_enabled():
+            return 0
+        return address(array, device)
 
-    def dtype(self, name: str) -> Any:
-        return getattr(self._torch, name)
+    def output(array: Any, device: int) -> int:
+        return 0 if type(array) is not tensor or array.requires_grad else address(array, device)
 
-    def empty_like(self, x: Any, dtype: Any) -> Any:
-        """A new output, or one that does not qualify."""
-        return self._torch.empty_like(x, dtype=dtype)
-
-
-class _CuPy:
-    """CuPy arrays."""
-
-    def __init__(self, cupy: Any) -> None:
-        self._cupy = cupy
-        self._ndarray = cupy.ndarray
-        # `flags` makes an object at each look.
-        name = "_c_contiguous" if hasattr(cupy.ndarray, "_c_contiguous") else "flags.c_contiguous"
-        self._contiguous = operator.attrgetter(name)
-
-    def input(self, array: Any, device: int) -> int:
-        """The address of an array that qualifies, else 0."""
-        if type(array) is self._ndarray and self._contiguous(array):
-            data = array.data
-            if data.device_id == device:
-                return data.ptr  # type: ignore[no-any-return]
-        return 0
-
-    output = input
-
-    def dtype(self, name: str) -> Any:
-        return numpy_dtype(name)
-
-    def empty_like(self, x: Any, dtype: Any) -> Any:
-        """A new output."""
-        return self._ndarray(x.shape, dtype)
-
-    def stream(self, device: int) -> int:
-        return self._cupy.cuda.get_current_stream(device).ptr  # type: ignore[no-any-return]
-
-    def written(self, array: Any) -> None:
-        """CuPy does not count versions."""
+    empty_like = torch.empty_like
+    raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return Library(
+        input=input,
+        output=output,
+        empty_like=lambda x, dtype: empty_like(x, dtype=dtype),
+        dtype=lambda name: getattr(torch, name),
+        stream=raw_stream or (lambda index: torch.cuda.current_stream(index).cuda_stream),
+        written=torch.autograd.graph.increment_version,
+    )
 
 
-Library = _Torch | _CuPy
+def _cupy_library(cupy: Any) -> Library:
+    ndarray, cuda = cupy.ndarray, cupy.cuda
+    # `flags`, the public way, makes an object at each look.
+    is_contiguous = operator.attrgetter(
+        "_c_contiguous" if hasattr(ndarray, "_c_contiguous") else "flags.c_contiguous"
+    )
+
+    def address(array: Any, device: int) -> int:
+        if type(array) is not ndarray or not is_contiguous(array):
+            return 0
+        data = array.data
+        return data.ptr if data.device_id == device else 0
+
+    return Library(
+        input=address,
+        output=address,
+        empty_like=lambda x, dtype: ndarray(x.shape, dtype),
+        dtype=numpy_dtype,
+        stream=lambda index: cuda.get_current_stream(index).ptr,
+        written=None,
+    )
 
 
 class Entry:
@@ -157,34 +151,33 @@ class Entry:
         self, x: int, residual: int, weight: int, bias: int, y: int, residual_out: int
     ) -> bool:
         """Whether the given outputs overlap nothing but an input that they may replace."""
-        x_end, residual_end = x + self._x_bytes, residual + self._residual_bytes
-        weight_end, bias_end = weight + self._weight_bytes, bias + self._bias_bytes
+        residual_end = residual + self._residual_bytes
         if y:
-            end, residual_out_end = y + self._y_bytes, residual_out + self._residual_bytes
-            in_x = y == x and self._y_may_be_x
-            in_residual = y == residual and self._y_may_be_residual
+            end = y + self._y_bytes
             if (
-                (y < x_end and x < end and not in_x)
-                or (y < residual_end and residual < end and not in_residual)
-                or (y < weight_end and weight < end)
-                or (y < bias_end and bias < end)
-                or (y < residual_out_end and residual_out < end)
+                (y < x + self._x_bytes and x < end and not (y == x and self._y_may_be_x))
+                or (y < weight + self._weight_bytes and weight < end)
+                or (y < bias + self._bias_bytes and bias < end)
+                or (y < residual_out + self._residual_bytes and residual_out < end)
             ):
+                return False
+            in_residual = y == residual and self._y_may_be_residual
+            if y < residual_end and residual < end and not in_residual:
                 return False
         if residual_out:
             end = residual_out + self._residual_bytes
             in_x = residual_out == x and self._residual_out_may_be_x
             in_residual = residual_out == residual
             return not (
-                (residual_out < x_end and x < end and not in_x)
+                (residual_out < x + self._x_bytes and x < end and not in_x)
+                or (residual_out < weight + self._weight_bytes and weight < end)
+                or (residual_out < bias + self._bias_bytes and bias < end)
                 or (residual_out < residual_end and residual < end and not in_residual)
-                or (residual_out < weight_end and weight < end)
-                or (residual_out < bias_end and bias < end)
             )
         return True
 
     def launch(
-        self, stream: int, x: int, residual: int, weight: int, bias: int, y: int, residual_out: int
+        self, stream: int, y: int, residual_out: int, x: int, residual: int, weight: int, bias: int
     ) -> None:
         """Enqueue the kernel."""
         try:
@@ -219,47 +212,116 @@ class Entry:
         return buffer, address
 
 
+Kept = dict[Hashable, Entry]  # by dtypes, shapes, device
+
+
 def _nbytes(array: Array | float | None) -> int:
     return array.size * TABLE[array.dtype].itemsize if isinstance(array, Array) else 0
 
 
 _libraries: dict[type, Library] = {}  # by the type of x
-_entries: dict[Hashable, Entry] = {}
+_kept: dict[Hashable, Kept] = {}  # by function and options
 _lock = threading.Lock()
 
 
-def typical(options: tuple[object, ...]) -> bool:
-    """Whether each option has its documented type, so that equal options are the same ones."""
+def kept(function: str, options: tuple[object, ...], out_dtype: object) -> Kept | None:
+    """What is kept of calls with these options, in the order of `Options`.
+
+    None where one of them has not the type that its signature names.
+    """
     eps, weight_offset, axis, cast, per_head, masked = options
-    return (
+    if not (
         type(eps) is float
         and type(weight_offset) is float
         and type(axis) is int
         and type(cast) is str
         and type(per_head) is bool
         and type(masked) is str
-    )
+    ):
+        return None
+    key = function, options, out_dtype
+    try:
+        return _kept[key]
+    except TypeError:  # an out_dtype that is none
+        return None
+    except KeyError:
+        with _lock:
+            return _bounded(_kept, OPTIONS_LIMIT).setdefault(key, {})
 
 
 def forward(
-    call: Hashable, x: Any, residual: Any, weight: Any, bias: Any, out: Any, residual_out: Any
+    entries: Kept,
+    x: Any,
+    residual: Any,
+    weight: Any,
+    bias: Any,
+    out: Any,
+    residual_out: Any,
+    learnt: Entry | None = None,
 ) -> tuple[Any, Any] | None:
     """y and residual_out, or None: the call has to take the general road.
 
-    `call` stands for the function and its options, whose types are `typical`.
+    `entries` is what is `kept` of such calls; `learnt` joins it, if this call qualifies. All is one
+    function for the sake of its speed.
     """
     library = _libraries.get(type(x))
     if library is None:
         return None
     device = _device.ready()
-    described = _describe(library, device, call, x, residual, weight, bias, out, residual_out)
-    if described is None:
+    look = library.input
+    x_at = look(x, device)
+    if not x_at:
         return None
-    key, x_at, residual_at, weight_at, bias_at, y_at, residual_out_at = described
-    try:
-        entry = _entries.get(key)
-    except TypeError:  # an out_dtype that is no dtype
+    shape = x.shape
+    residual_at = weight_at = bias_at = y_at = residual_out_at = 0
+    weight_dtype = weight_shape = bias_dtype = bias_shape = None
+    residual_dtype = y_dtype = residual_out_dtype = None
+    if weight is not None:
+        weight_at = look(weight, device)
+        if not weight_at:
+            return None
+        weight_dtype = weight.dtype
+        weight_shape = weight.shape
+    if bias is not None:
+        bias_at = look(bias, device)
+        if not bias_at:
+            return None
+        bias_dtype = bias.dtype
+        bias_shape = bias.shape
+    if residual is not None:
+        residual_at = look(residual, device)
+        if not residual_at or residual.shape != shape:
+            return None
+        residual_dtype = residual.dtype
+    if out is not None:
+        y_at = library.output(out, device)
+        if not y_at or out.shape != shape:
+            return None
+        y_dtype = out.dtype
+    if residual_out is not None:
+        residual_out_at = library.output(residual_out, device)
+        if not residual_out_at or residual_out.shape != shape:
+            return None
+        residual_out_dtype = residual_out.dtype
+    if (x_at | residual_at | weight_at | bias_at | y_at | residual_out_at) % ALIGNMENT:
         return None
+    key = (
+        device,
+        x.dtype,
+        shape,
+        weight_dtype,
+        weight_shape,
+        bias_dtype,
+        bias_shape,
+        residual_dtype,
+        y_dtype,
+        residual_out_dtype,
+    )
+    if learnt is not None:
+        with _lock:
+            _bounded(entries, LIMIT)[key] = learnt
+        return None
+    entry = entries.get(key)
     if entry is None:
         return None
     if (y_at or residual_out_at) and not entry.separate(
@@ -270,25 +332,26 @@ def forward(
     if out is None:
         y = library.empty_like(x, entry.y_dtype)
         y_at = library.output(y, device)
+        if not y_at:
+            return None
     if residual is not None and residual_out is None:
         sums = library.empty_like(x, entry.residual_dtype)
         residual_out_at = library.output(sums, device)
         if not residual_out_at:
             return None
-    if not y_at:
-        return None
     entry.launch(
-        library.stream(device), x_at, residual_at, weight_at, bias_at, y_at, residual_out_at
+        library.stream(device), y_at, residual_out_at, x_at, residual_at, weight_at, bias_at
     )
-    if out is not None:
-        library.written(out)
-    if residual_out is not None:
-        library.written(residual_out)
+    if library.written is not None:
+        if out is not None:
+            library.written(out)
+        if residual_out is not None:
+            library.written(residual_out)
     return y, sums
 
 
 def remember(
-    call: Hashable,
+    entries: Kept,
     x: Any,
     residual: Any,
     weight: Any,
@@ -302,25 +365,24 @@ def remember(
     library = _library(type(x))
     if library is None or checked.hidden_size == 1:  # may have torch's negative bit
         return
-    device = checked.space.device.index
-    described = _describe(library, device, call, x, residual, weight, bias, out, residual_out)
-    outputs = (checked.y.pointer, checked.residual_out.pointer if checked.residual_out else 0)
-    if described is None or any(pointer % ALIGNMENT for pointer in outputs):
-        return
-    entry = Entry(library, checked, launched)
-    try:
-        with _lock:
-            while len(_entries) >= LIMIT:
-                del _entries[next(iter(_entries))]
-            _entries[described[0]] = entry
-    except TypeError:  # an out_dtype without a hash
-        return
+    made = (checked.y.pointer, checked.residual_out.pointer if checked.residual_out else 0)
+    if not any(pointer % ALIGNMENT for pointer in made):
+        learnt = Entry(library, checked, launched)
+        forward(entries, x, residual, weight, bias, out, residual_out, learnt)
+
+
+def _bounded(kept: dict[Hashable, ItemT], limit: int) -> dict[Hashable, ItemT]:
+    """`kept` with room for one more."""
+    while len(kept) >= limit:
+        del kept[next(iter(kept))]
+    return kept
 
 
 def forget() -> None:
     """Let every call take the general road once more."""
     with _lock:
-        _entries.clear()
+        for entries in _kept.values():
+            entries.clear()
 
 
 def _library(cls: type) -> Library | None:
@@ -328,63 +390,7 @@ def _library(cls: type) -> Library | None:
     if cls not in _libraries:
         torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
         if torch is not None and cls is torch.Tensor:
-            _libraries[cls] = _Torch(torch)
+            _libraries[cls] = _torch_library(torch)
         elif cupy is not None and cls is cupy.ndarray:
-            _libraries[cls] = _CuPy(cupy)
+            _libraries[cls] = _cupy_library(cupy)
     return _libraries.get(cls)
-
-
-def _describe(
-    library: Library,
-    device: int,
-    call: Hashable,
-    x: Any,
-    residual: Any,
-    weight: Any,
-    bias: Any,
-    out: Any,
-    residual_out: Any,
-) -> Described | None:
-    """The call's arrays, or None where one does not qualify."""
-    x_at = library.input(x, device)
-    if not x_at:
-        return None
-    shape = x.shape
-    residual_at = weight_at = bias_at = out_at = residual_out_at = 0
-    residual_is = weight_is = bias_is = out_is = residual_out_is = None
-    if weight is not None:
-        weight_at = library.input(weight, device)
-        if not weight_at:
-            return None
-        weight_is = weight.dtype, weight.shape
-    if bias is not None:
-        bias_at = library.input(bias, device)
-        if not bias_at:
-            return None
-        bias_is = bias.dtype, bias.shape
-    if residual is not None:
-        residual_at = library.input(residual, device)
-        if not residual_at or residual.shape != shape:
-            return None
-        residual_is = residual.dtype
-    if out is not None:
-        out_at = library.output(out, device)
-        if not out_at or out.shape != shape:
-            return None
-        out_is = out.dtype
-    if residual_out is not None:
-        residual_out_at = library.output(residual_out, device)
-        if not residual_out_at or residual_out.shape != shape:
-            return None
-        residual_out_is = residual_out.dtype
-    if (x_at | residual_at | weight_at | bias_at | out_at | residual_out_at) % ALIGNMENT:
-        return None
-    return (
-        (call, device, x.dtype, shape, weight_is, bias_is, residual_is, out_is, residual_out_is),
-        x_at,
-        residual_at,
-        weight_at,
-        bias_at,
-        out_at,
-        residual_out_at,
-    )

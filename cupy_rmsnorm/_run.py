@@ -72,13 +72,13 @@ def normalize(
     out_dtype: object,
 ) -> ArrayT:
     """Run rms_norm or layer_norm."""
-    if where is None and valid_rows is None and _fast.typical(options):
-        call = (function, options, out_dtype)
-        done = _fast.forward(call, x, None, weight, bias, out, None)
-        if done is not None:
-            return done[0]  # type: ignore[no-any-return]
-    else:
-        call = None
+    kept = None
+    if where is None and valid_rows is None:
+        kept = _fast.kept(function, options, out_dtype)
+        if kept is not None:
+            done = _fast.forward(kept, x, None, weight, bias, out, None)
+            if done is not None:
+                return done[0]  # type: ignore[no-any-return]
     return forward(
         function,
         norm,
@@ -90,7 +90,7 @@ def normalize(
         valid_rows=valid_rows,
         out=out,
         out_dtype=out_dtype,
-        call=call,
+        kept=kept,
     ).y
 
 
@@ -109,13 +109,13 @@ def add_normalize(
     residual_out: ArrayT | None,
 ) -> tuple[ArrayT, ArrayT]:
     """Run add_rms_norm or add_layer_norm."""
-    if where is None and valid_rows is None and residual is not None and _fast.typical(options):
-        call = (function, options, out_dtype)
-        done = _fast.forward(call, x, residual, weight, bias, out, residual_out)
-        if done is not None:
-            return done
-    else:
-        call = None
+    kept = None
+    if where is None and valid_rows is None and residual is not None:
+        kept = _fast.kept(function, options, out_dtype)
+        if kept is not None:
+            done = _fast.forward(kept, x, residual, weight, bias, out, residual_out)
+            if done is not None:
+                return done
     outputs = forward(
         function,
         norm,
@@ -130,7 +130,7 @@ def add_normalize(
         residual=residual,
         residual_out=residual_out,
         adds=True,
-        call=call,
+        kept=kept,
     )
     return outputs.y, outputs.residual_out
 
@@ -153,11 +153,11 @@ def forward(
     rstd_out: object = None,
     adds: bool = False,
     statistics: bool = False,
-    call: Values | None = None,
+    kept: _fast.Kept | None = None,
 ) -> Outputs[ArrayT]:
     """Run one forward function; `adds` and `statistics` say which of its kind it is.
 
-    `call` is given where a later one like it may take the short road.
+    `kept` is given where a later call like this one may take the short road.
     """
     caller = Caller("x", x)
     checked = check_forward(
@@ -179,8 +179,8 @@ def forward(
         statistics=statistics,
     )
     launched = backend(caller.x.device).forward(checked)
-    if launched is not None and call is not None:
-        _fast.remember(call, x, residual, weight, bias, out, residual_out, checked, launched)
+    if launched is not None and kept is not None:
+        _fast.remember(kept, x, residual, weight, bias, out, residual_out, checked, launched)
     return Outputs(
         caller.give(checked.y, out),
         caller.give(checked.residual_out, residual_out),

@@ -19,7 +19,7 @@ ArrayT = TypeVar("ArrayT")
 class BoundNorm:
     """A normalisation with its weight and options held: ``norm(x, out=None)``."""
 
-    __slots__ = ("_bias", "_call", "_function", "_norm", "_options", "_out_dtype", "_weight")
+    __slots__ = ("_bias", "_function", "_kept", "_norm", "_options", "_out_dtype", "_weight")
 
     def __init__(
         self,
@@ -39,12 +39,12 @@ class BoundNorm:
         self._bias = bias
         self._options = options
         self._out_dtype = dtype_name("out_dtype", out_dtype)
-        self._call = (function, options, self._out_dtype) if _fast.typical(options) else None
+        self._kept = _fast.kept(function, options, self._out_dtype)
 
     def __call__(self, x: ArrayT, out: ArrayT | None = None) -> ArrayT:
         """Normalise `x`; `out` is as in the function that this binds."""
-        if self._call is not None:
-            done = _fast.forward(self._call, x, None, self._weight, self._bias, out, None)
+        if self._kept is not None:
+            done = _fast.forward(self._kept, x, None, self._weight, self._bias, out, None)
             if done is not None:
                 return done[0]  # type: ignore[no-any-return]
         return _run.forward(
@@ -56,7 +56,7 @@ class BoundNorm:
             self._options,
             out=out,
             out_dtype=self._out_dtype,
-            call=self._call,
+            kept=self._kept,
         ).y
 
     def __repr__(self) -> str:
