@@ -171,7 +171,9 @@ def copy_candidates(sources: list[Any], targets: list[Any]) -> dict[str, Call]:
     }
 
 
-def gpu_time(candidates: Mapping[str, Call], *, placements: int, rounds: int = 7) -> Times:
+def gpu_time(
+    candidates: Mapping[str, Call], *, placements: int, rounds: int = 7, window: float = WINDOW
+) -> Times:
     """Seconds of device time of one call of each candidate, one figure a round.
 
     A candidate enqueues its work on placement i, 0 <= i < placements, on CuPy's current stream.
@@ -183,7 +185,10 @@ def gpu_time(candidates: Mapping[str, Call], *, placements: int, rounds: int = 7
     times: Times = {name: [] for name in candidates}
     cupy.cuda.Device().synchronize()  # whatever fills the buffers runs on another stream
     with stream:
-        graphs = {name: _graph(call, placements, stream) for name, call in candidates.items()}
+        graphs = {
+            name: _graph(call, placements, stream, window=window)
+            for name, call in candidates.items()
+        }
         for number in range(rounds):
             # In turns, and every other round backwards: no candidate always follows the same one.
             for name in list(graphs)[:: -1 if number % 2 else 1]:
@@ -193,9 +198,14 @@ def gpu_time(candidates: Mapping[str, Call], *, placements: int, rounds: int = 7
 
 
 def _graph(
-    call: Call, placements: int, stream: Any, *, first_calls: int | None = None
+    call: Call,
+    placements: int,
+    stream: Any,
+    *,
+    first_calls: int | None = None,
+    window: float = WINDOW,
 ) -> tuple[Any, int]:
-    """A graph of whole trips round the ring that fills WINDOW, and its number of calls.
+    """A graph of whole trips round the ring that fills `window`, and its number of calls.
 
     `first_calls`, else one on each placement, run before the capture.
     """
@@ -206,7 +216,7 @@ def _graph(
     if 2 * placements > MAX_LAUNCHES:
         return trip, placements
     seconds = min(_replay(trip, stream) for _ in range(3))
-    fitting = min(math.ceil(WINDOW / max(seconds, 1e-6)), MAX_LAUNCHES // placements)
+    fitting = min(math.ceil(window / max(seconds, 1e-6)), MAX_LAUNCHES // placements)
     if fitting <= 1:
         return trip, placements
     return _capture(call, placements, fitting, stream), placements * fitting

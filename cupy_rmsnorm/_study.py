@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command's `study`: every variant beside its peers, timed, checked and plotted.
 
-All candidates of a case and dtype race in one run (`_bench.race`) over one ring of inputs and
+All candidates of a case and dtype take turns (`_bench.gpu_time`) over one ring of inputs and
 outputs, beside copies of the same bytes. Before that each runs once into an output full of NaN,
-whose first rows are held against float64.
+whose first rows are held against float64. What is known is written after every case.
 """
 
 from __future__ import annotations
@@ -13,13 +13,19 @@ import contextlib
 import csv
 import dataclasses
 import datetime
+import functools
+import importlib
 import importlib.util
+import io
 import json
 import math
+import os
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +34,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from . import _bench, _info, _kernel, layer_norm, rms_norm, variants
+from . import _bench, _info, _kernel, layer_norm, rms_norm, variants, warmup
+from ._device import current_device
 from ._dtypes import TABLE as DTYPES
 from ._dtypes import numpy_dtype
 from .variants import EPS, Variant
@@ -39,9 +46,15 @@ BATCHES = (32, 64, 128, 256, 512, 1024)
 SEQUENCE = 128
 BATCH_HIDDEN_SIZES = (768, 1024, 4096, 16384)
 WARM_UP, ITERATIONS = 10, 1000  # of the wall-clock protocol
-WALL_SECONDS = {"rows": 0.05, "batch": 0.01}  # it stops here where 1000 iterations take longer
-CALL_SECONDS = 2e-5  # about what a call costs the host
+# It stops there where 1000 iterations take longer; the row says how many there were.
+WALL_SECONDS = {"rows": 0.05, "batch": 0.003}
+PEER_WALL_SECONDS = 0.003
+CALL_SECONDS = 4e-6  # what a call costs the host at least
 ROUNDS = {"rows": 5, "batch": 3}
+WINDOWS = {"rows": 2e-3, "batch": 1e-3}  # seconds of one round
+NAIVE_ROUNDS, NAIVE_WINDOW = 2, 1e-3  # ten times slower than the others: nobody asks for 1 %
+LARGE_BYTES, LARGE_PLACEMENTS = 2**30, 2  # no cache holds anything of a placement this large
+MODULE_INSTANCES = 8  # compiled together
 CHECKED_ROWS = 64
 CORRECT = 0.01  # of a row's largest |y|: what a right row may be off, in any dtype
 BLOCK_ROWS = 512  # rows that differ; they repeat from there on
@@ -95,6 +108,7 @@ class Row:
     case: str
     gbps: float
     wall_us: float | None = None
+    wall_iterations: int | None = None
     right_rows: int | None = None
     checked_rows: int | None = None
     values: tuple[float, ...] = ()
@@ -157,6 +171,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "--variant", action="append", metavar="TEXT", help="only names that contain TEXT"
     )
     parser.add_argument("--activations", type=Path, default=SAMPLE, metavar="FILE.npz")
+    parser.add_argument(
+        "--budget", type=float, metavar="SECONDS", help="start no further case after this time"
+    )
     parser.add_argument("--show-all", action="store_true", help="print whole outputs")
     parser.add_argument("--list", action="store_true", help="list variants and cases, and stop")
     parser.add_argument("--csv", type=Path, metavar="FILE")
@@ -192,22 +209,24 @@ def run(
     jobs = [(case, dtype) for case in chosen for dtype in _dtypes(case, args.dtype)]
     ops = args.op or OPS
     races = [Race(case, dtype, ops, args.variant, rows) for case, dtype in jobs]
-    with progress("Compiling", 1):
-        _load(races)
-    numerics = numeric_claims()
-    table: list[Row] = []
+    _compile(races, progress)
+    report = Report(args.csv, args.json, numeric_claims())
+    print(f"compiled in {time.monotonic() - begin:.0f} s")
     with progress("Study", len(races)) as bar:
-        for race in races:
-            table += _print_rows(race, race.run(args.show_all))
+        for number, race in enumerate(races):
+            if args.budget is not None and time.monotonic() - begin > args.budget:
+                report.left_out = [f"{race.case.name} {race.dtype}" for race in races[number:]]
+                break
+            report.add(_print_rows(race, race.run(args.show_all)))
             _free_memory()  # the next race has other sizes
             bar.step(1)
-    print(f"\n{len(table)} rows in {time.monotonic() - begin:.0f} s")
-    if args.csv is not None:
-        _write_csv(args.csv, table)
-    if args.json is not None:
-        _write_json(args.json, table, numerics)
+    report.write()
+    print(f"\n{len(report.table)} rows in {time.monotonic() - begin:.0f} s")
+    if report.left_out:
+        print(f"Left out after {args.budget:g} s: {', '.join(report.left_out)}")
     if args.plot is not None:
-        plot(args.plot, table)
+        plot(args.plot, report.table)
+        print(f"with plots {time.monotonic() - begin:.0f} s")
     return 0
 
 
@@ -265,6 +284,8 @@ class Race:
     def prepare(self) -> tuple[list[Any], list[Any], dict[tuple[str, str], Outputs]]:
         """Inputs, outputs, and for each (op, name) what runs on one placement of them."""
         count = _bench.placement_count(self.nbytes)
+        if self.nbytes > LARGE_BYTES:
+            count = min(count, LARGE_PLACEMENTS)
         xs = _bench.ring(self.case.shape, numpy_dtype(self.dtype), count)
         ys = _bench.ring(self.case.shape, numpy_dtype(self.dtype), count)
         self._fill(xs)
@@ -273,27 +294,47 @@ class Race:
     def run(self, show_all: bool) -> list[Row]:
         """Check and time every candidate."""
         xs, ys, candidates = self.prepare()
+        references = {op: self._reference(op, xs[0]) for op in self.ops}
         checks = {}
         for (op, name), call in candidates.items():
-            ys[0].view("u1").fill(0xFF)  # NaN in every dtype
-            checks[op, name] = self._check(op, call(0), xs[0])
+            _poison(ys[0])
+            y = call(0)
+            checks[op, name] = self._check(y, references[op])
             if show_all:
-                print(f"{op} {name} {self.dtype}\n{_head(call(0), self.case.rows)}")
-        times = _bench.race(
-            {f"{op} {name}": call for (op, name), call in candidates.items()},
-            nbytes=self.nbytes,
-            placements=len(xs),
-            rounds=ROUNDS[self.case.group],
-        )
-        copy = times["copy"]
+                print(f"{op} {name} {self.dtype}\n{_head(y, self.case.rows)}")
+        times = self._times(xs, ys, candidates)
+        copy = times.pop(("", "copy"))
         table = [self._row(op, "copy", copy, copy) for op in self.ops]
+        mine = {variant.name for variant in self.variants}
         for (op, name), call in candidates.items():
-            seconds = times[f"{op} {name}"]
-            row = self._row(op, name, seconds, copy)
-            row.wall_us = 1e6 * _wall_seconds(call, seconds, WALL_SECONDS[self.case.group])
+            row = self._row(op, name, times[op, name], copy)
+            limit = WALL_SECONDS[self.case.group] if name in mine else PEER_WALL_SECONDS
+            row.wall_us, row.wall_iterations = _wall_us(call, times[op, name], limit)
             row.right_rows, row.checked_rows, row.values = checks[op, name]
             table.append(row)
         return table
+
+    def _times(
+        self, xs: list[Any], ys: list[Any], candidates: dict[tuple[str, str], Outputs]
+    ) -> dict[tuple[str, str], float]:
+        """Median device seconds of each candidate and, as ("", "copy"), of the fastest copy."""
+        copies = _bench.copy_candidates(xs, ys)
+        timed = {f"{op} {name}": call for (op, name), call in candidates.items()}
+        naive = {name: call for name, call in timed.items() if name.endswith(" naive")}
+        fast = {name: call for name, call in timed.items() if name not in naive}
+        group, placements = self.case.group, len(xs)
+        found = _bench.gpu_time(
+            {**fast, **copies},
+            placements=placements,
+            rounds=ROUNDS[group],
+            window=WINDOWS[group],
+        )
+        found |= _bench.gpu_time(
+            naive, placements=placements, rounds=NAIVE_ROUNDS, window=NAIVE_WINDOW
+        )
+        medians = {name: statistics.median(seconds) for name, seconds in found.items()}
+        times = {(op, name): medians[f"{op} {name}"] for op, name in candidates}
+        return {**times, ("", "copy"): min(medians[name] for name in copies)}
 
     def _row(self, op: str, name: str, seconds: float, copy: float) -> Row:
         return Row(
@@ -315,8 +356,7 @@ class Race:
         if self.case.name == ACTIVATIONS:
             block = cupy.asarray(self._activations)
         else:
-            shape = (BLOCK_ROWS, self.case.hidden_size)
-            normal = np.random.default_rng(0).standard_normal(shape, np.float32)
+            normal = _normal_rows(self.case.hidden_size)
             block = cupy.asarray(normal * np.float32(self.case.scale))
         block = _cast(block, self.dtype)
         for x in xs:
@@ -334,22 +374,28 @@ class Race:
             if variant.vector:
                 parameters = (one, zero) if variant.norm == "layer" else (one,)
             key = (f"{variant.norm}_norm", variant.name)
-            candidates[key] = partial(_run_variant, variant, parameters, xs, ys)
+            candidates[key] = _bound(variant, parameters, xs, ys)
         if self.peers:
             for op in self.ops:
                 for name, call in _peers(op, self.dtype, xs, ys, self.nbytes).items():
                     candidates[op, name] = call
         return candidates
 
-    def _check(self, op: str, y: Any, x: Any) -> tuple[int, int, tuple[float, ...]]:
-        """How many of the first rows are right, of how many, and the first three values."""
+    def _reference(self, op: str, x: Any) -> np.ndarray:
+        """What the first rows must be, in float64."""
         count = self.case.rows if self.case.name == ACTIVATIONS else CHECKED_ROWS
-        got, rows = (_head(array, count).astype(np.float64) for array in (y, x))
+        rows = _head(x, count).astype(np.float64)
         centred = rows - rows.mean(-1, keepdims=True) if op == "layer_norm" else rows
-        expected = centred / np.sqrt((centred * centred).mean(-1, keepdims=True) + EPS)
+        reference: np.ndarray = centred / np.sqrt((centred * centred).mean(-1, keepdims=True) + EPS)
+        return reference
+
+    @staticmethod
+    def _check(y: Any, reference: np.ndarray) -> tuple[int, int, tuple[float, ...]]:
+        """How many of the first rows are right, of how many, and the first three values."""
+        got = _head(y, len(reference)).astype(np.float64)
         with np.errstate(invalid="ignore"):
-            error = np.abs(got - expected).max(-1)
-        right = int((error <= CORRECT * np.abs(expected).max(-1)).sum())
+            error = np.abs(got - reference).max(-1)
+        right = int((error <= CORRECT * np.abs(reference).max(-1)).sum())
         return right, len(got), tuple(float(value) for value in got.reshape(-1)[:3])
 
 
@@ -366,14 +412,57 @@ def _all_variants() -> Iterator[Variant]:
                 )
 
 
-def _load(races: Iterable[Race]) -> None:
-    variants.load((each for race in races for each in race.instances()), _current_device())
+def _compile(
+    races: list[Race], progress: Callable[[str, int], AbstractContextManager[Progress]]
+) -> None:
+    """Everything that the races need, on many threads."""
+    import cupy
+
+    device = _current_device()
+    instances = (instance for race in races for instance in race.instances())
+    groups = variants.modules(instances, device, MODULE_INSTANCES)
+    jobs: list[Callable[[], object]] = [
+        partial(variants.load_module, group, device) for group in groups
+    ]
+    if any(race.peers for race in races):
+        jobs.append(_import_torch)
+        for dtype in ("float32", "float16"):
+            for naive in (variants.naive_rms_norm, variants.naive_layer_norm):
+                jobs.append(partial(naive, cupy.ones((2, 64), numpy_dtype(dtype))))
+    calls = {
+        (op, race.case.hidden_size, race.dtype) for race in races if race.peers for op in race.ops
+    }
+
+    def build(job: Callable[[], object]) -> None:
+        with current_device(device):
+            job()
+
+    with progress("Compiling", len(jobs) + 1) as bar:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for _ in pool.map(build, jobs):
+                bar.step(1)
+        names = ("op", "hidden_size", "dtype")
+        warmup(calls=[dict(zip(names, call, strict=True)) for call in sorted(calls)])
+        bar.step(1)
 
 
-def _run_variant(
-    variant: Variant, parameters: tuple[Any, ...], xs: list[Any], ys: list[Any], i: int
-) -> Any:
-    return variant(xs[i], *parameters, out=ys[i])
+def _import_torch() -> None:
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch")
+
+
+def _bound(variant: Variant, parameters: tuple[Any, ...], xs: list[Any], ys: list[Any]) -> Outputs:
+    """Checked once; what is timed is launches, as from a compiled extension."""
+    import cupy
+
+    stream = cupy.cuda.get_current_stream
+    launches = [variant.bind(x, *parameters, out=y) for x, y in zip(xs, ys, strict=True)]
+
+    def run(i: int) -> Any:
+        launches[i](stream().ptr)
+        return ys[i]
+
+    return run
 
 
 def _peers(op: str, dtype: str, xs: list[Any], ys: list[Any], nbytes: int) -> dict[str, Outputs]:
@@ -419,20 +508,20 @@ def _peers(op: str, dtype: str, xs: list[Any], ys: list[Any], nbytes: int) -> di
     return found
 
 
-def _wall_seconds(call: Outputs, seconds: float, limit: float) -> float:
-    """Seconds of a call in a loop of calls on one input, by the host's clock."""
+def _wall_us(call: Outputs, seconds: float, limit: float) -> tuple[float, int]:
+    """Microseconds of a call in a loop on one input, by the host's clock; and how many calls."""
     import cupy
 
-    iterations = max(WARM_UP, min(ITERATIONS, int(limit / max(seconds, CALL_SECONDS))))
+    iterations = max(3, min(ITERATIONS, int(limit / max(seconds, CALL_SECONDS))))
     stream = cupy.cuda.get_current_stream()
-    for _ in range(WARM_UP):
+    for _ in range(min(WARM_UP, iterations)):
         call(0)
     stream.synchronize()
     begin = time.perf_counter()
     for _ in range(iterations):
         call(0)
     stream.synchronize()
-    return (time.perf_counter() - begin) / iterations
+    return 1e6 * (time.perf_counter() - begin) / iterations, iterations
 
 
 def _free_memory() -> None:
@@ -450,6 +539,16 @@ def _current_device() -> int:
     import cupy
 
     return int(cupy.cuda.runtime.getDevice())
+
+
+@functools.lru_cache(maxsize=1)
+def _normal_rows(hidden_size: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((BLOCK_ROWS, hidden_size), np.float32)
+
+
+def _poison(y: Any) -> None:
+    """NaN in every dtype."""
+    y.data.memset_async(0xFF, y.nbytes)
 
 
 def _cast(values: Any, dtype: str) -> Any:
@@ -589,22 +688,56 @@ def _print_rows(race: Race, table: list[Row]) -> list[Row]:
     return table
 
 
-def _write_csv(path: Path, table: list[Row]) -> None:
-    with path.open("w", newline="") as file:
+class Report:
+    """The files; written anew with every case, so that a run that is cut short leaves them."""
+
+    def __init__(
+        self, csv_path: Path | None, json_path: Path | None, numerics: list[dict[str, Any]]
+    ) -> None:
+        self.csv_path, self.json_path = csv_path, json_path
+        self.numerics = numerics
+        self.table: list[Row] = []
+        self.left_out: list[str] = []
+        self._meta = _meta()
+
+    def add(self, rows: list[Row]) -> None:
+        """One more case."""
+        self.table += rows
+        self.write()
+
+    def write(self) -> None:
+        if self.csv_path is not None:
+            _replace(self.csv_path, self._csv())
+        if self.json_path is not None:
+            _replace(self.json_path, self._json())
+
+    def _csv(self) -> str:
+        file = io.StringIO(newline="")
         writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)])
         writer.writeheader()
-        for row in table:
+        for row in self.table:
             values = " ".join(f"{value:.6g}" for value in row.values)
             writer.writerow(dataclasses.asdict(row) | {"values": values})
+        return file.getvalue()
+
+    def _json(self) -> str:
+        meta = {**self._meta, "left_out": self.left_out}
+        rows = [json.dumps(_rounded(dataclasses.asdict(row))) for row in self.table]
+        return (
+            f'{{"meta": {json.dumps(meta)},\n"rows": [\n'
+            + ",\n".join(rows)
+            + '\n],\n"numerics": [\n'
+            + ",\n".join(map(json.dumps, self.numerics))
+            + "\n]}\n"
+        )
 
 
-def _write_json(path: Path, table: list[Row], numerics: list[dict[str, Any]]) -> None:
-    rows = [_rounded(dataclasses.asdict(row)) for row in table]
+def _replace(path: Path, content: str) -> None:
+    """The whole file or the old one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        file.write('{"meta": ' + json.dumps(_meta()) + ',\n"rows": [\n')
-        file.write(",\n".join(map(json.dumps, rows)))
-        file.write('\n],\n"numerics": [\n' + ",\n".join(map(json.dumps, numerics)) + "\n]}\n")
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(content, newline="")
+    part.replace(path)
 
 
 def _rounded(row: dict[str, Any]) -> dict[str, Any]:
@@ -633,6 +766,9 @@ def _meta() -> dict[str, Any]:
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "peak_gflops": _peak_gflops(),
+        "wall_clock": f"{WARM_UP} warm-up calls, then up to {ITERATIONS} (wall_iterations): "
+        f"fewer where they would take over {WALL_SECONDS['rows']} s, in batches "
+        f"{WALL_SECONDS['batch']} s, and for peers {PEER_WALL_SECONDS} s",
     }
 
 

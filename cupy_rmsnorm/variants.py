@@ -169,6 +169,26 @@ class Variant:
         RuntimeError
             Where the GPU is missing or too old for the variant.
         """
+        caller, y, enqueue = self._checked(x, g, b, eps, out)
+        if enqueue is not None:
+            with current_device(caller.x.device.index):
+                enqueue(caller.space.stream)
+        return caller.give(y, out)
+
+    def bind(
+        self, x: Any, g: Any = 1.0, b: Any = None, *, eps: float = EPS, out: Any
+    ) -> Callable[[int], None]:
+        """Check a call once; the result enqueues it on a stream of the current device.
+
+        It takes the stream's pointer and costs the host little more than the launch. It holds
+        addresses: the arrays must outlive it.
+        """
+        return self._checked(x, g, b, eps, out)[2] or _nothing
+
+    def _checked(
+        self, x: Any, g: Any, b: Any, eps: float, out: Any
+    ) -> tuple[_border.Caller, Array, Callable[[int], None] | None]:
+        """The caller, the output, and what enqueues the launch; None where there are no rows."""
         caller = _border.Caller("x", x)
         gain = self._parameter("g", caller.parameter("g", g), caller.x)
         shift = self._shift(caller.parameter("b", b), caller.x)
@@ -187,25 +207,29 @@ class Variant:
         self._check_out(y, caller.x, gain, shift)
         hidden_size = caller.x.shape[-1]
         rows = math.prod(caller.x.shape[:-1])
-        if rows:
-            arguments: dict[str, float] = {
-                "y": y.pointer,
-                "x": caller.x.pointer,
-                "rows": rows,
-                "hidden_size": hidden_size,
-                "eps": eps,
-            }
-            for value, scalar, vector in ((gain, "g", "weight"), (shift, "b", "bias")):
-                if isinstance(value, Array):
-                    arguments[vector] = value.pointer
-                elif value is not None:
-                    arguments[scalar] = value
-            with current_device(device):
-                launch = self.geometry(self, hidden_size, rows, properties)
-                function = _function(self, launch.template_arguments, device)
-                packed = _kernel.pack(self.source, "float32", arguments)
-                _kernel.launch(function, launch.grid, launch.block, 0, caller.space.stream, packed)
-        return caller.give(y, out)
+        if not rows:
+            return caller, y, None
+        arguments: dict[str, float] = {
+            "y": y.pointer,
+            "x": caller.x.pointer,
+            "rows": rows,
+            "hidden_size": hidden_size,
+            "eps": eps,
+        }
+        for value, scalar, vector in ((gain, "g", "weight"), (shift, "b", "bias")):
+            if isinstance(value, Array):
+                arguments[vector] = value.pointer
+            elif value is not None:
+                arguments[scalar] = value
+        launch = self.geometry(self, hidden_size, rows, properties)
+        with current_device(device):
+            function = _function(self, launch.template_arguments, device)
+        packed = _kernel.pack(self.source, "float32", arguments)
+
+        def enqueue(stream: int) -> None:
+            _kernel.launch(function, launch.grid, launch.block, 0, stream, packed)
+
+        return caller, y, enqueue
 
     def name_expression(self, template_arguments: tuple[str, ...]) -> str:
         """The C++ name of one instantiation."""
@@ -290,6 +314,10 @@ class Variant:
         return value
 
 
+def _nothing(stream: int) -> None:
+    """A launch without rows."""
+
+
 def _fits(name: str, value: float) -> float:
     """`value`, which the kernel takes as a float32."""
     if abs(value) > FLOAT32_MAX:
@@ -314,23 +342,40 @@ def _function(variant: Variant, template_arguments: tuple[str, ...], device: int
 
 def load(instances: Iterable[Instance], device: int) -> None:
     """Compile and load, one module for all of a source; the current device must be `device`."""
-    import cupy
+    for members in modules(instances, device):
+        load_module(members, device)
 
-    modules: dict[tuple[str, tuple[str, ...]], list[Instance]] = {}
+
+def modules(
+    instances: Iterable[Instance], device: int, most: int | None = None
+) -> list[list[Instance]]:
+    """What is not loaded yet, in groups of one source and set of options, of `most` at most."""
+    groups: dict[tuple[str, tuple[str, ...]], list[Instance]] = {}
     for instance in dict.fromkeys(instances):
         if (instance, device) not in _functions:
             variant = instance[0]
-            modules.setdefault((variant.source, variant.options), []).append(instance)
-    for (source, options), members in modules.items():
-        expressions = [variant.name_expression(arguments) for variant, arguments in members]
-        module = cupy.RawModule(
-            code=_source.load(source), options=options, name_expressions=expressions
-        )
-        try:
-            for instance, expression in zip(members, expressions, strict=True):
-                _functions[instance, device] = module.get_function(expression).kernel
-        except cupy.cuda.compiler.CompileException as error:
-            raise RuntimeError(f"cannot compile {source}: {error}") from error
+            groups.setdefault((variant.source, variant.options), []).append(instance)
+    return [
+        members[first : first + (most or len(members))]
+        for members in groups.values()
+        for first in range(0, len(members), most or len(members))
+    ]
+
+
+def load_module(members: list[Instance], device: int) -> None:
+    """Compile and load one of those groups; the current device must be `device`."""
+    import cupy
+
+    source, options = members[0][0].source, members[0][0].options
+    expressions = [variant.name_expression(arguments) for variant, arguments in members]
+    module = cupy.RawModule(
+        code=_source.load(source), options=options, name_expressions=expressions
+    )
+    try:
+        for instance, expression in zip(members, expressions, strict=True):
+            _functions[instance, device] = module.get_function(expression).kernel
+    except cupy.cuda.compiler.CompileException as error:
+        raise RuntimeError(f"cannot compile {source}: {error}") from error
 
 
 # Geometry: (variant, hidden size, rows, device) -> Launch ------------------------------------

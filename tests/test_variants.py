@@ -424,6 +424,29 @@ def test_an_older_gpu_is_named() -> None:
             variants.rms_norm.f32x4_cluster(x)
 
 
+def test_a_bound_call_is_the_call(machine: Machine) -> None:
+    """Also a second time, after its output was overwritten."""
+    backend = machine.backend()
+    x = backend.input(inputs.lay(inputs.array((3, 512), "float16")))
+    out = backend.empty((3, 512), "float16")
+    expected = backend.numpy(variants.layer_norm.f16x8_pack_f32(x, 0.5, 0.25)).copy()
+    enqueue = variants.layer_norm.f16x8_pack_f32.bind(x, 0.5, 0.25, out=out)
+    for _ in range(2):
+        backend.numpy(variants.layer_norm.f16x8_pack_f32(x, out=out))
+        enqueue(0)
+        backend.synchronize()
+        np.testing.assert_array_equal(backend.numpy(out), expected)
+    empty = backend.empty((0, 512), "float16")
+    variants.layer_norm.f16x8_pack_f32.bind(empty, out=empty)(0)
+
+
+def test_modules_are_split() -> None:
+    members = [(variants.rms_norm.f32, (str(size),)) for size in (64, 128, 256)]
+    other = (variants.layer_norm.f32, ("64",))
+    assert variants.modules([*members, other, members[0]], -1) == [members, [other]]
+    assert variants.modules([*members, other], -1, 2) == [members[:2], members[2:], [other]]
+
+
 # The table ------------------------------------------------------------------------------------
 
 
@@ -544,16 +567,20 @@ def test_files_of_results(tmp_path: Path) -> None:
     table[1].right_rows, table[1].checked_rows = 63, 64
     table[1].values = (0.5, math.nan)
     with mock.patch.object(_study, "_meta", return_value={"device": "none"}):
-        _study._write_json(tmp_path / "new" / "s.json", table, [{"claim": "eps"}])
+        report = _study.Report(tmp_path / "s.csv", tmp_path / "new" / "s.json", [{"claim": "eps"}])
+    report.add(table[:1])
+    assert len(json.loads((tmp_path / "new" / "s.json").read_text())["rows"]) == 1
+    report.left_out = ["8192x8192 float32"]
+    report.add(table[1:])
     written = json.loads((tmp_path / "new" / "s.json").read_text())
-    assert written["meta"] == {"device": "none"}
+    assert written["meta"] == {"device": "none", "left_out": ["8192x8192 float32"]}
+    assert [path.name for path in tmp_path.glob("**/*.part")] == []
     assert written["numerics"] == [{"claim": "eps"}]
     assert len(written["rows"]) == len(table)
     row = written["rows"][1]
     assert row["op"] == "rms_norm"
     assert row["impl"] == "f16x8_pack_f32"
     assert (row["us"], row["ratio"], row["values"]) == (12.5, 0.8, [0.5, "nan"])
-    _study._write_csv(tmp_path / "s.csv", table)
     lines = (tmp_path / "s.csv").read_text().splitlines()
     assert len(lines) == 1 + len(table)
     assert lines[0].startswith("op,dtype,rows,hidden_size,impl,us,ratio")
