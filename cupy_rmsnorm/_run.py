@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 ArrayT = TypeVar("ArrayT")
 Values = tuple[object, ...]  # of Options, in its order
+WATCHED = "1" in map(os.environ.get, ("CUPY_RMSNORM_DEBUG", "CUPY_RMSNORM_NVTX"))  # see _watch
 
 
 class Backend(Protocol):
@@ -54,6 +56,10 @@ def backend(device: Device) -> Backend:
         from . import _cpu
 
         return _cpu
+    if WATCHED:
+        from . import _watch
+
+        return _watch
     from . import _cuda
 
     return _cuda

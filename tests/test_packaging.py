@@ -34,7 +34,7 @@ LAYERS = """
     _libraries
     _check_tools
     _check
-    _cuda_warmup
+    _cuda_warmup _watch
     _cuda _cpu
     _cuda_backward
     _kernel _operands
