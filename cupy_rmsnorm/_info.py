@@ -151,6 +151,11 @@ def _explain_toolkit(cupy: CuPy) -> str:
     return ""
 
 
+def missing_toolkit() -> str:
+    """What of CUDA's toolkit is missing or does not fit, and the command that mends it, or ""."""
+    return _explain_toolkit(read_cupy())
+
+
 def read_driver() -> Driver:
     """Ask the driver itself, without CuPy and without a CUDA context."""
     import ctypes

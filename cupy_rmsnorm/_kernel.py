@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from . import _source
+from . import _build, _source
 
 OPTIONS = ("-std=c++17",)
 # Dynamic shared memory that fits beside a kernel's static part into the 48 KB of every block; the
@@ -223,18 +223,14 @@ def function(specialisation: Specialisation, device: int, shared_bytes: int = 0)
 
 def build(specialisation: Specialisation, shared_bytes: int) -> Any:
     """Compile and load one specialisation on the current device."""
-    import cupy
+    from cupy.cuda import runtime
 
-    expression = specialisation.name_expression
-    module = cupy.RawModule(
-        code=_source.load(specialisation.kernel),
-        options=OPTIONS,
-        name_expressions=(expression,),
+    kernel = _build.load(
+        _source.load(specialisation.kernel),
+        OPTIONS,
+        specialisation.name_expression,
+        device_properties(runtime.getDevice()).arch,
     )
-    try:
-        kernel = module.get_function(expression)
-    except cupy.cuda.compiler.CompileException as error:
-        raise RuntimeError(f"cannot compile {expression}: {error}") from error
     if shared_bytes > UNASKED_SHARED_BYTES:
         kernel.max_dynamic_shared_size_bytes = shared_bytes
     return kernel.kernel

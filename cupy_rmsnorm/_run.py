@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -56,6 +57,7 @@ def backend(device: Device) -> Backend:
         from . import _cpu
 
         return _cpu
+    _require_cupy()
     if WATCHED:
         from . import _watch
 
@@ -63,6 +65,17 @@ def backend(device: Device) -> Backend:
     from . import _cuda
 
     return _cuda
+
+
+@functools.cache
+def _require_cupy() -> None:
+    try:
+        import cupy  # noqa: F401
+    except Exception as error:  # a broken CuPy raises anything from ImportError to OSError
+        from . import _info
+
+        reason = _info.available()[1] or f"import cupy failed ({error})"
+        raise RuntimeError(f"the GPU backend cannot run: {reason}") from error
 
 
 def normalize(

@@ -39,7 +39,7 @@ LAYERS = """
     _cuda_backward
     _kernel _operands
     _plan_backward
-    _plan _source _layout _overlap _cpu_cast _cpu_pool
+    _plan _source _build _layout _overlap _cpu_cast _cpu_pool
     _bench _docs _info _refuse
     _call _device _dtypes
 """
