@@ -276,10 +276,11 @@ def specialise_backward(
     full = held == hidden_size
     before_weight = kind.cast == "before_weight"
     given = (kind.given_mean and kind.norm == "layer", kind.given_rstd)
-    asynchronous = aligned and arch >= 80
+    copy = _copy(kind, plan, launch, aligned and arch >= 80)
     types: tuple[str, ...]
     geometry: tuple[int, ...]
     flags: tuple[bool, ...]
+    ways: tuple[str, ...] = ()
     if launch.kernel == "norm_backward_columns":
         types = (dweight, dbias, dout, x, valid_rows)
         geometry = (plan.vec_size, launch.block)
@@ -298,15 +299,25 @@ def specialise_backward(
         )
         if launch.kernel == "norm_backward_few":
             geometry += (FEW_COLUMN_PACKS,)
-            flags = (full, aligned, split_rows, before_weight, asynchronous)
+            flags = (full, aligned, split_rows, before_weight)
         else:
             geometry += (plan.cluster_size, launch.stages)
-            flags = (full, aligned, split_rows, before_weight, *given, asynchronous)
+            flags = (full, aligned, split_rows, before_weight, *given)
+        ways = (copy,)
     norm = "LAYER" if kind.norm == "layer" else "RMS"
     return Specialisation(
         launch.kernel,
-        (norm, *types, *map(str, geometry), *map(_flag, flags), _MASKS[kind.masked]),
+        (norm, *types, *map(str, geometry), *map(_flag, flags), *ways, _MASKS[kind.masked]),
     )
+
+
+def _copy(kind: BackwardKind, plan: Plan, launch: BackwardLaunch, asynchronous: bool) -> str:
+    """How rows come to shared memory."""
+    staged = (kind.x, kind.dout, kind.dresidual_out)
+    wide = all(plan.vec_size * TABLE[dtype].itemsize == VECTOR_BYTES for dtype in staged if dtype)
+    if not asynchronous:
+        return "LOADS"
+    return "BULK" if launch.bulk and wide and kind.dx is not None else "ASYNC"
 
 
 def specialise_sum(kind: BackwardKind, launch: BackwardLaunch) -> Specialisation:

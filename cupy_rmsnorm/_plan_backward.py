@@ -60,6 +60,7 @@ class BackwardLaunch:
     stages: int = 1  # groups of rows on their way to shared memory
     parts: int = 0  # blocks (clusters) that share the rows of one head, each with its own sums
     last_block_sums: bool = False
+    bulk: bool = False  # a row comes by one request where its layout allows it
 
 
 def ring_limit(arch: int) -> int:
@@ -140,6 +141,7 @@ def choose_backward_launch(
         parts=parts,
         # Its blocks are counted in 16 bits.
         last_block_sums=parts * part_bytes <= LAST_BLOCK_BYTES and grid < 2**16,
+        bulk=arch >= 90 and stages > 1 and threads > WARP,
     )
 
 

@@ -87,29 +87,38 @@ __device__ __forceinline__ BackwardRow<DX, D, X, R> backward_row(
     return at;
 }
 
+// How a row comes to shared memory.
+enum Copy {
+    LOADS,  // through registers: at once
+    ASYNC,  // each thread copies its own packs asynchronously
+    BULK,   // one thread asks for the whole row
+};
+
 // Whether a thread moves its `elements` of a row from the ring to registers at once and keeps the
 // weight in registers: as far as they suffice beside as many elements of dweight and dbias.
-template <typename X, typename D, typename R, typename W>
-__host__ __device__ constexpr bool is_held(int elements) {
-    const int accumulation = elements * static_cast<int>(sizeof(typename Accumulation<X>::type));
-    const int staged = elements * static_cast<int>(sizeof(X) + sizeof(D) + sizeof(W)) +
-                       (is_array<R> ? elements * static_cast<int>(sizeof(R)) : 0);
-    return accumulation <= 64 && staged <= 192;
+template <typename DB, typename X, typename D, typename R, typename W>
+__host__ __device__ constexpr bool is_held(int elements, int threads) {
+    const int accumulation = static_cast<int>(sizeof(typename Accumulation<X>::type));
+    const int staged =
+        static_cast<int>(sizeof(X) + sizeof(D) + sizeof(W)) + (is_array<R> ? sizeof(R) : 0);
+    if (elements * accumulation <= 64) return elements * staged <= 192;
+    const int registers = elements * (accumulation * (is_array<DB> ? 2 : 1) + staged) / 4;
+    return registers + 40 <= 64 * 1024 / threads && registers <= 208;
 }
 
 // Blocks of an SM for __launch_bounds__; 0 leaves it to the compiler. It spills a few registers in
 // the cases where this says 1, and in the others if they said so.
-template <typename X, typename D, typename R, typename W>
-__host__ __device__ constexpr int least_blocks(int elements) {
+template <typename DB, typename X, typename D, typename R, typename W>
+__host__ __device__ constexpr int least_blocks(int elements, int threads) {
     const int accumulation = elements * static_cast<int>(sizeof(typename Accumulation<X>::type));
-    return accumulation <= 64 && !is_held<X, D, R, W>(elements) ? 1 : 0;
+    return accumulation <= 64 && !is_held<DB, X, D, R, W>(elements, threads) ? 1 : 0;
 }
 
-// Begins to bring one pack to shared memory; without ASYNC it is there at once.
-template <bool ASYNC, bool ALIGNED, typename T, int VEC_SIZE>
+// Begins to bring one pack to shared memory.
+template <Copy COPY, bool ALIGNED, typename T, int VEC_SIZE>
 __device__ __forceinline__ void bring_pack(Pack<T, VEC_SIZE>* shared, const T* source) {
     constexpr int BYTES = word_bytes(sizeof(Pack<T, VEC_SIZE>));
-    if constexpr (ASYNC && BYTES >= 4) {
+    if constexpr (COPY == ASYNC && BYTES >= 4) {
 #pragma unroll
         for (int i = 0; i < static_cast<int>(sizeof(Pack<T, VEC_SIZE>)) / BYTES; ++i) {
             copy_async<BYTES>(reinterpret_cast<char*>(shared) + i * BYTES,
@@ -119,15 +128,6 @@ __device__ __forceinline__ void bring_pack(Pack<T, VEC_SIZE>* shared, const T* s
         Pack<T, VEC_SIZE> pack;
         load_pack<STREAM, ALIGNED>(pack, source);
         *shared = pack;
-    }
-}
-
-template <bool ASYNC, typename A>
-__device__ __forceinline__ void bring_value(A* shared, const A* source) {
-    if constexpr (ASYNC) {
-        copy_async<sizeof(A)>(shared, source);
-    } else {
-        *shared = *source;
     }
 }
 

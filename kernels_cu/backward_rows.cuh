@@ -9,7 +9,7 @@
 template <Norm NORM, typename DX, typename DW, typename DB, typename D, typename X, typename R,
           typename W, int VEC_SIZE, int VECS_PER_THREAD, int THREADS_PER_ROW, int ROWS_PER_BLOCK,
           int CLUSTER_SIZE, int STAGES, bool FULL, bool ALIGNED, bool SPLIT_ROWS,
-          bool CAST_BEFORE_WEIGHT, bool GIVEN_MEAN, bool GIVEN_RSTD, bool ASYNC, Mask MASK,
+          bool CAST_BEFORE_WEIGHT, bool GIVEN_MEAN, bool GIVEN_RSTD, Copy COPY, Mask MASK,
           typename Arguments>
 __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
     using A = typename Accumulation<X>::type;
@@ -21,13 +21,11 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
     constexpr int DRESIDUAL_BYTES =
         is_array<R> ? PACKS * static_cast<int>(sizeof(Pack<R, VEC_SIZE>)) : 0;
     constexpr int STAGE_BYTES = X_BYTES + DOUT_BYTES + DRESIDUAL_BYTES;
-    constexpr bool HELD = is_held<X, D, R, W>(VECS_PER_THREAD * VEC_SIZE);
+    constexpr bool HELD = is_held<DB, X, D, R, W>(VECS_PER_THREAD * VEC_SIZE, BLOCK);
     constexpr int HELD_VECS = HELD ? VECS_PER_THREAD : 1;
     // A row that is not computed runs along as zeros: a fifth fewer instructions than with
     // branches.
     constexpr bool STRAIGHT = HELD && FULL;
-    // The statistics of a row come by one lane of each warp, or of each row in it.
-    constexpr int LANES = THREADS_PER_ROW < 32 ? THREADS_PER_ROW : 32;
     constexpr bool WANT_DX = is_array<DX>;
     constexpr bool MEAN = NORM == LAYER && !GIVEN_MEAN;
     // What is summed over a row, and where in `sums`.
@@ -35,10 +33,13 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
     constexpr int G = SQUARES + !GIVEN_RSTD;
     constexpr int SUMS = G + (NORM == LAYER && WANT_DX);
     constexpr int SLOTS = row_reduce_slots(THREADS_PER_ROW, ROWS_PER_BLOCK);
+    // A row that one thread asks for takes its place once all threads have read the one before: in
+    // one warp they tell each other at once, else by the barrier of the sums.
+    constexpr bool BEHIND_SUMS = COPY == BULK && THREADS_PER_ROW > 32;
+    static_assert(COPY != BULK || (SUMS > 0 && STAGES > 1), "bulk copies need a barrier a row");
 
     extern __shared__ uint4 ring[];
-    __shared__ A staged_mean[RING][BLOCK / LANES];
-    __shared__ A staged_rstd[RING][BLOCK / LANES];
+    __shared__ unsigned long long arrived[COPY == BULK ? RING : 1][ROWS_PER_BLOCK];
     __shared__ A mean_slots[2][MEAN ? SLOTS : 1];
     __shared__ A slots[2][SUMS > 0 ? SUMS * SLOTS : 1];
     __shared__ A cluster_mean_slots[2][CLUSTER_SIZE];
@@ -68,54 +69,81 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
         if (MASK == ALL_ROWS) return position < positions;
         return position < positions && row_is_computed<MASK>(arguments, row_of(position));
     };
+    // A row's packs lie side by side.
+    const int first_place = row_in_block * (THREADS_PER_ROW * VECS_PER_THREAD) + thread;
     const auto staged_x = [=](int stage, int vec) {
         auto* const packs_of_x = reinterpret_cast<Pack<X, VEC_SIZE>*>(
             reinterpret_cast<char*>(ring) + stage * STAGE_BYTES);
-        return packs_of_x + vec * BLOCK + threadIdx.x;
+        return packs_of_x + vec * THREADS_PER_ROW + first_place;
     };
     const auto staged_dout = [=](int stage, int vec) {
         auto* const packs_of_dout = reinterpret_cast<Pack<D, VEC_SIZE>*>(
             reinterpret_cast<char*>(ring) + stage * STAGE_BYTES + X_BYTES);
-        return packs_of_dout + vec * BLOCK + threadIdx.x;
+        return packs_of_dout + vec * THREADS_PER_ROW + first_place;
     };
     const auto staged_dresidual_out = [=](int stage, int vec) {
         auto* const packs_of_dresidual_out = reinterpret_cast<Pack<R, VEC_SIZE>*>(
             reinterpret_cast<char*>(ring) + stage * STAGE_BYTES + X_BYTES + DOUT_BYTES);
-        return packs_of_dresidual_out + vec * BLOCK + threadIdx.x;
+        return packs_of_dresidual_out + vec * THREADS_PER_ROW + first_place;
     };
 
-    // Begins to bring this thread's packs of the row at `position`; always closes a group.
+    // Begins to bring this thread's packs of the row at `position`, and always closes a group; in
+    // bulk the row's first thread asks for all of it, and always arrives.
     const auto bring_row = [&](int stage, long long position) {
-        if (is_computed(position)) {
-            const long long row = row_of(position);
-            const BackwardRow<DX, D, X, R> at =
-                backward_row<SPLIT_ROWS>(arguments, row, first_element);
+        if (COPY == BULK && thread != 0) return;
+        const bool comes = is_computed(position);
+        BackwardRow<DX, D, X, R> at = {};
+        if (comes) at = backward_row<SPLIT_ROWS>(arguments, row_of(position), first_element);
+        if constexpr (COPY == BULK) {
+            constexpr int PACK = static_cast<int>(sizeof(Pack<X, VEC_SIZE>));
+            static_assert(PACK % 16 == 0 && sizeof(D) == sizeof(X), "bulk copies are of 16 bytes");
+            const int bytes = (end - begin) * PACK;
+            unsigned long long* const barrier = &arrived[stage][row_in_block];
+            mbarrier_arrive_expect(barrier, comes ? bytes * (is_array<R> ? 3 : 2) : 0);
+            if (!comes || bytes == 0) return;
+            bulk_copy(staged_x(stage, 0), at.x, bytes, barrier);
+            bulk_copy(staged_dout(stage, 0), at.dout, bytes, barrier);
+            if constexpr (is_array<R>) {
+                static_assert(sizeof(R) == sizeof(X), "bulk copies are of 16 bytes");
+                bulk_copy(staged_dresidual_out(stage, 0), at.dresidual_out, bytes, barrier);
+            }
+        } else {
 #pragma unroll
             for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
-                if (!owns(vec)) continue;
-                bring_pack<ASYNC, ALIGNED>(staged_x(stage, vec), at.x + vec * APART);
-                bring_pack<ASYNC, ALIGNED>(staged_dout(stage, vec), at.dout + vec * APART);
+                if (!comes || !owns(vec)) continue;
+                bring_pack<COPY, ALIGNED>(staged_x(stage, vec), at.x + vec * APART);
+                bring_pack<COPY, ALIGNED>(staged_dout(stage, vec), at.dout + vec * APART);
                 if constexpr (is_array<R> && WANT_DX) {
-                    bring_pack<ASYNC, ALIGNED>(staged_dresidual_out(stage, vec),
-                                               at.dresidual_out + vec * APART);
+                    bring_pack<COPY, ALIGNED>(staged_dresidual_out(stage, vec),
+                                              at.dresidual_out + vec * APART);
                 }
             }
-            if (threadIdx.x % LANES == 0) {
-                const int slot = threadIdx.x / LANES;
-                if constexpr (NORM == LAYER && GIVEN_MEAN) {
-                    bring_value<ASYNC>(&staged_mean[stage][slot], arguments.mean + row);
-                }
-                if constexpr (GIVEN_RSTD) {
-                    bring_value<ASYNC>(&staged_rstd[stage][slot], arguments.rstd + row);
-                }
-            }
+            if constexpr (COPY == ASYNC) copy_async_commit();
         }
-        if constexpr (ASYNC) copy_async_commit();
     };
 
+    // The statistics of a row are loaded one row ahead.
+    A next_mean = A(0);
+    A next_rstd = A(0);
+    const auto load_statistics = [&](long long position) {
+        if (position >= positions) return;
+        if constexpr (NORM == LAYER && GIVEN_MEAN) next_mean = arguments.mean[row_of(position)];
+        if constexpr (GIVEN_RSTD) next_rstd = arguments.rstd[row_of(position)];
+    };
+
+    if constexpr (COPY == BULK) {
+        if (thread == 0) {
+#pragma unroll
+            for (int stage = 0; stage < RING; ++stage) {
+                mbarrier_init(&arrived[stage][row_in_block], 1);
+            }
+        }
+        __syncthreads();  // every row's barriers count
+    }
     const long long first_position = part * ROWS_PER_BLOCK + row_in_block;
 #pragma unroll
     for (int stage = 0; stage < RING; ++stage) bring_row(stage, first_position + stage * step);
+    load_statistics(first_position);
 
     const W* const own_weight =
         arguments.weight + (is_array<W> ? head * arguments.hidden_size + first_element : 0);
@@ -143,6 +171,7 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
 
     int stage = 0;
     int parity = 0;
+    int phase = 0;  // of the ring's mbarriers
     for (long long first = part * ROWS_PER_BLOCK; first < positions; first += step) {
         const long long position = first + row_in_block;
         // The loop holds as much for a block of one row.
@@ -150,16 +179,14 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
             (HELD && ROWS_PER_BLOCK == 1 && MASK == ALL_ROWS) || is_computed(position);
         const auto takes = [=](int vec) { return STRAIGHT || (computed && owns(vec)); };
 
-        if constexpr (ASYNC) copy_async_wait<RING - 1>();
-        __syncwarp();  // the statistics that one lane brought are seen by its warp
-        const int statistics_slot = threadIdx.x / LANES;
         Gradient<NORM, CAST_BEFORE_WEIGHT, X, A> gradient = {};
         if (computed) {
-            if constexpr (NORM == LAYER && GIVEN_MEAN) {
-                gradient.mean = staged_mean[stage][statistics_slot];
-            }
-            if constexpr (GIVEN_RSTD) gradient.rstd = staged_rstd[stage][statistics_slot];
+            gradient.mean = next_mean;
+            gradient.rstd = next_rstd;
         }
+        if constexpr (STAGES > 0) load_statistics(position + step);
+        if constexpr (COPY == ASYNC) copy_async_wait<RING - 1>();
+        if constexpr (COPY == BULK) mbarrier_wait(&arrived[stage][row_in_block], phase);
 
         Pack<X, VEC_SIZE> held_x[HELD_VECS];
         Pack<D, VEC_SIZE> held_dout[HELD_VECS];
@@ -225,12 +252,18 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
                 }
             }
         }
-        if constexpr (HELD) {
-            __syncwarp();  // the statistics are read before the next ones overwrite them
-            if constexpr (STAGES > 0) bring_row(stage, position + STAGES * step);
+        if constexpr (HELD && STAGES > 0 && !BEHIND_SUMS) {
+            if constexpr (COPY == BULK) __syncwarp();  // the row is read before the next overwrites
+            bring_row(stage, position + STAGES * step);
         }
         if constexpr (SUMS > 0) {
             reduce_sums<THREADS_PER_ROW, CLUSTER_SIZE>(sums, slots[parity], cluster_slots[parity]);
+            if constexpr (BEHIND_SUMS && HELD) bring_row(stage, position + STAGES * step);
+            if constexpr (BEHIND_SUMS && !HELD) {
+                // No thread reads the row before this one any more.
+                const int free = stage == 0 ? RING - 1 : stage - 1;
+                if (first != part * ROWS_PER_BLOCK) bring_row(free, position + (RING - 1) * step);
+            }
             if constexpr (!GIVEN_RSTD) {
                 gradient.rstd = reciprocal_sqrt(sums[SQUARES] / count + arguments.eps);
             }
@@ -281,15 +314,16 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
                 }
             }
         }
-        if constexpr (!HELD) {
-            __syncwarp();  // the statistics are read before the next ones overwrite them
-            if constexpr (STAGES > 0) bring_row(stage, position + STAGES * step);
+        if constexpr (!HELD && STAGES > 0 && !BEHIND_SUMS) {
+            if constexpr (COPY == BULK) __syncwarp();  // the row is read before the next overwrites
+            bring_row(stage, position + STAGES * step);
         }
         if constexpr (STAGES == 0) break;
         stage = stage + 1 == RING ? 0 : stage + 1;
+        if (stage == 0) phase ^= 1;
         parity ^= 1;
     }
-    if constexpr (ASYNC) copy_async_wait<0>();
+    if constexpr (COPY == ASYNC) copy_async_wait<0>();
 
     const long long elements = arguments.heads * arguments.hidden_size;
     const long long offset = part * elements + head * arguments.hidden_size;

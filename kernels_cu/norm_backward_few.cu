@@ -40,17 +40,19 @@ __device__ __forceinline__ void store_column_sums(T* out, A (&sums)[VEC_SIZE], i
 // Blocks of an SM for __launch_bounds__, as `least_blocks`: two where registers suffice, one of dx
 // beside one of dweight.
 template <Norm NORM, typename X, typename D, typename R, typename W>
-__host__ __device__ constexpr int few_blocks(int elements) {
-    if (NORM == RMS && elements * sizeof(X) <= 32 && is_held<X, D, R, W>(elements)) return 2;
-    return least_blocks<X, D, R, W>(elements);
+__host__ __device__ constexpr int few_blocks(int elements, int threads) {
+    const bool held = is_held<Absent, X, D, R, W>(elements, threads);
+    if (NORM == RMS && elements * sizeof(X) <= 32 && held) return 2;
+    return least_blocks<Absent, X, D, R, W>(elements, threads);
 }
 
 template <Norm NORM, typename DX, typename DW, typename DB, typename D, typename X, typename R,
           typename W, typename V, int VEC_SIZE, int VECS_PER_THREAD, int THREADS_PER_ROW,
           int ROWS_PER_BLOCK, int COLUMNS, bool FULL, bool ALIGNED, bool SPLIT_ROWS,
-          bool CAST_BEFORE_WEIGHT, bool ASYNC, Mask MASK>
+          bool CAST_BEFORE_WEIGHT, Copy COPY, Mask MASK>
 __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK,
-                                  few_blocks<NORM, X, D, R, W>(VECS_PER_THREAD* VEC_SIZE))
+                                  few_blocks<NORM, X, D, R, W>(VECS_PER_THREAD* VEC_SIZE,
+                                                               THREADS_PER_ROW* ROWS_PER_BLOCK))
     norm_backward_few(const BackwardArguments<DX, DW, DB, D, X, R, W, V> arguments) {
     using A = typename Accumulation<X>::type;
     constexpr int BLOCK = THREADS_PER_ROW * ROWS_PER_BLOCK;
@@ -58,7 +60,7 @@ __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK,
     if (blockIdx.x < arguments.parts) {
         backward_rows<NORM, DX, Absent, Absent, D, X, R, W, VEC_SIZE, VECS_PER_THREAD,
                       THREADS_PER_ROW, ROWS_PER_BLOCK, 1, 0, FULL, ALIGNED, SPLIT_ROWS, false,
-                      NORM == LAYER, true, ASYNC, MASK>(arguments);
+                      NORM == LAYER, true, COPY, MASK>(arguments);
         return;
     }
 
