@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills the tables of docs/study.md from benchmarks/results/.
+"""Fills the tables and verdicts of docs/study.md, and the README's, from benchmarks/results/.
 
 `python -m benchmarks.study_report` rewrites what stands between the marks ``<!-- begin NAME -->``
-and ``<!-- end NAME -->``; a table whose numbers are not there yet says so. With `--check` it
-changes nothing and fails if the file is not up to date.
+and ``<!-- end NAME -->``, in the README between ``<!-- study -->`` and ``<!-- /study -->``; a table
+whose numbers are not there yet says so. With `--check` it changes nothing and fails if a file is
+not up to date.
 """
 
 from __future__ import annotations
@@ -12,26 +13,42 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import study_verdicts
 from cupy_rmsnorm import variants
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "study.md"
+README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
+PLOTS = ROOT / "docs" / "plots" / "study"
+WIDTH = 120  # of the documents' lines
 PENDING = "*Not measured yet.*"
 PEERS = ("ours", "torch", "torch naive", "cupy naive")
 ARCH = 90  # whose instructions are shown
 TENSOR_GFLOPS = 989_000  # NVIDIA's figure for an H200, float16, dense
+# The best RMSNorm kernel of the write-ups at each case, us and share of the copy of its own run, on
+# an H200 as well (2026-11-29).
+ORIGINALS = {
+    ("4096x512", "float16"): (4.35, 0.80),
+    ("4096x1024", "float16"): (6.1, 0.98),
+    ("4096x2048", "float16"): (10.45, 0.95),
+    ("4096x4096", "float16"): (19.6, 0.91),
+    ("4096x8192", "float16"): (42.6, 0.79),
+    ("8192x8192", "float16"): (82.8, 0.78),
+    ("4096x4096", "float32"): (40.2, 0.84),
+}
 TORCH_LIKE = {"rms_norm": 4, "layer_norm": 7}  # operations an element, with weight and bias
 
 Row = dict[str, Any]
 
 
 class Results:
-    """The rows of the two result files; empty where a file is missing."""
+    """The rows of the result files; empty where a file is missing."""
 
     def __init__(self) -> None:
         study = _read("study.json")
@@ -39,6 +56,8 @@ class Results:
         self.rows: list[Row] = study.get("rows", [])
         self.numerics: list[Row] = study.get("numerics", [])
         self.training: list[Row] = _read("train.json").get("rows", [])
+        self.counters: list[Row] = _read("counters.json").get("rows", [])
+        self.compare: list[Row] = _read("compare.json").get("rows", [])
         self.instructions: list[Row] = _read("instructions.json").get("rows", [])
 
     def us(self, **wanted: Any) -> float | None:
@@ -136,6 +155,95 @@ def block_best(results: Results) -> str:
     return _table(head, lines)
 
 
+def block_originals(results: Results) -> str:
+    """The best study kernel against the write-ups' best, each as a share of its run's copy."""
+    lines = []
+    for (case, dtype), (us, ratio) in ORIGINALS.items():
+        rows = [
+            row
+            for row in results.rows
+            if _matches(row, {"case": case, "op": "rms_norm", "dtype": dtype})
+            and _is_right_variant(row)
+        ]
+        if rows:
+            best = min(rows, key=lambda row: float(row["us"]))
+            behind = best["ratio"] / ratio - 1
+            verdict = "ahead" if behind >= 0 else "yes" if behind >= -0.02 else "no"
+            lines.append(
+                [
+                    case,
+                    dtype,
+                    f"{us:.2f} ({ratio:.2f})",
+                    f"`{best['impl']}` {best['us']:.2f} ({best['ratio']:.2f})",
+                    f"{behind:+.1%}",
+                    verdict,
+                ]
+            )
+    head = ("case", "dtype", "write-ups' best, us (of copy)", "best study kernel", "", "within 2 %")
+    return _table(head, lines)
+
+
+def block_triton(results: Results) -> str:
+    """Triton's, through Liger and torch.compile, on the study's shapes."""
+    names = ("copy", "ours", "liger", "compile", "torch")
+    lines = []
+    for op in ("rms_norm", "layer_norm"):
+        for case in _plain_cases():
+            rows, hidden_size = map(int, case.split("x"))
+            for dtype in ("float16", "float32", "bfloat16"):
+                wanted = {"op": op, "rows": rows, "hidden_size": hidden_size, "dtype": dtype}
+                found = {
+                    row["impl"]: row
+                    for row in results.compare
+                    if _matches(row, wanted) and not row.get("case")
+                }
+                if "liger" in found or "compile" in found:
+                    cells = [f"{found[n]['us']:.2f}" if n in found else "" for n in names]
+                    lines.append([op, case, dtype, *cells])
+    head = ("op", "case", "dtype", "copy, us", "ours", "Liger", "torch.compile", "torch")
+    return _table(head, lines)
+
+
+def block_plots(_: Results) -> str:
+    """What `--plot docs/plots/study` drew."""
+    files = sorted(PLOTS.glob("*.svg"))
+    places = [path.relative_to(DOCUMENT.parent) for path in files]
+    return "\n\n".join(f"![{path.stem}]({path.as_posix()})" for path in places) or PENDING
+
+
+def block_meta(results: Results) -> str:
+    """On what, and what is missing."""
+    meta = results.meta
+    if not meta:
+        return PENDING
+    text = (
+        f"{meta['device']}, CuPy {meta['cupy']}, torch {meta['torch']}, {meta['date']}, commit "
+        f"{meta['commit']}."
+    )
+    left_out = meta.get("left_out")
+    return f"{text} Left out for time: {', '.join(left_out)}." if left_out else text
+
+
+def readme_table(results: Results) -> str:
+    """The best study kernel of each plain case in float16, beside this library and torch."""
+    lines = []
+    for op in ("rms_norm", "layer_norm"):
+        for case in _plain_cases():
+            wanted = {"case": case, "op": op, "dtype": "float16"}
+            rows = [row for row in results.rows if _matches(row, wanted)]
+            ranked = sorted(filter(_is_right_variant, rows), key=lambda row: float(row["us"]))
+            if ranked:
+                times = {row["impl"]: row for row in rows}
+                cells = [
+                    f"{times[name]['us']:.2f} ({times[name]['ratio']:.2f})" if name in times else ""
+                    for name in ("ours", "torch", "torch naive")
+                ]
+                best = f"`{ranked[0]['impl']}` {ranked[0]['us']:.2f} ({ranked[0]['ratio']:.2f})"
+                lines.append([op, case, f"{times['copy']['us']:.2f}", best, *cells])
+    head = ("float16, us (of copy)", "case", "copy", "best study kernel", "this library")
+    return _table((*head, "torch", "unfused in torch"), lines)
+
+
 def _is_right_variant(row: Row) -> bool:
     name = row["impl"]
     if name in (*PEERS, "copy") or "-dlcm" in name:
@@ -162,7 +270,7 @@ def block_rms_layer(results: Results) -> str:
 
 
 def _plain_cases() -> tuple[str, ...]:
-    return (*(f"4096x{size}" for size in (512, 1024, 2048, 4096, 8192)), "8192x8192")
+    return study_verdicts.PLAIN_CASES
 
 
 def _over(
@@ -466,10 +574,19 @@ def block_reduction_instructions(results: Results) -> str:
     return _instructions(results, [("rms_norm", name) for name in names])
 
 
+def _wrapped(rule: Callable[[Results], str]) -> Callable[[Results], str]:
+    return lambda results: textwrap.fill(
+        rule(results), WIDTH, break_long_words=False, break_on_hyphens=False
+    )
+
+
 BLOCKS: dict[str, Callable[[Results], str]] = {
-    name.removeprefix("block_"): function
-    for name, function in list(globals().items())
-    if name.startswith("block_")
+    **{
+        name.removeprefix("block_"): function
+        for name, function in list(globals().items())
+        if name.startswith("block_")
+    },
+    **{name: _wrapped(rule) for name, rule in study_verdicts.RULES.items()},
 }
 
 
@@ -483,17 +600,25 @@ def fill(text: str, results: Results) -> str:
     return re.sub(r"<!-- begin (\w+) -->\n.*?<!-- end \1 -->", block, text, flags=re.DOTALL)
 
 
+def fill_readme(text: str, results: Results) -> str:
+    """The README with its table of the study written anew."""
+    table = f"<!-- study -->\n\n{readme_table(results)}\n\n<!-- /study -->"
+    return re.sub(r"<!-- study -->\n.*?<!-- /study -->", lambda _: table, text, flags=re.DOTALL)
+
+
 def main() -> int:
-    """Rewrite or check the document."""
+    """Rewrite or check the documents."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    text = DOCUMENT.read_text()
-    filled = fill(text, Results())
-    if args.check:
-        return int(text != filled)
-    DOCUMENT.write_text(filled)
-    return 0
+    results, stale = Results(), False
+    for path, filling in ((DOCUMENT, fill), (README, fill_readme)):
+        text = path.read_text()
+        filled = filling(text, results)
+        stale |= text != filled
+        if not args.check:
+            path.write_text(filled)
+    return int(args.check and stale)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from benchmarks import instructions, study_report
+from benchmarks import instructions, study_counters, study_report, study_verdicts
 from cupy_rmsnorm import _kernel, _source, _study, cli, variants
 from cupy_rmsnorm._dtypes import TABLE as DTYPES
 from cupy_rmsnorm._kernel import DeviceProperties
@@ -601,6 +601,99 @@ def test_the_tables_of_the_documentation_follow_the_results() -> None:
     assert study_report.fill(text, study_report.Results()) == text
     marks = re.findall(r"<!-- begin (\w+) -->", text)
     assert sorted(marks) == sorted(study_report.BLOCKS)
+    assert len(study_verdicts.RULES) == sum(mark.startswith("verdict_") for mark in marks)
+
+
+class Figures(study_report.Results):
+    """Results of which only what a test gives is there."""
+
+    def __init__(self, **given: Any) -> None:
+        self.meta, self.rows, self.numerics, self.training = {}, [], [], []
+        self.counters, self.compare, self.instructions = [], [], []
+        vars(self).update(given)
+
+
+def timed(op: str, impl: str, case: str, us: float, **more: Any) -> dict[str, Any]:
+    return {
+        "op": op,
+        "impl": impl,
+        "case": case,
+        "dtype": "float16",
+        "us": us,
+        "ratio": 9.8 / us,
+        "right_rows": 64,
+        "checked_rows": 64,
+        "wall_us": us,
+        **more,
+    }
+
+
+def test_verdicts_wait_for_their_numbers() -> None:
+    for name, rule in study_verdicts.RULES.items():
+        text = rule(Figures())
+        assert re.search(r"\*not measured|not been measured yet", text), name
+        assert "holds:" not in text, name
+        assert "fails (" not in text, name
+
+
+@pytest.mark.parametrize(
+    ("narrow", "verdict"), [(10.1, "Verdict: holds"), (15.0, "Verdict: fails: 1.50 times")]
+)
+def test_a_verdict_follows_the_numbers(narrow: float, verdict: str) -> None:
+    figures = Figures(
+        rows=[
+            timed("rms_norm", "f16x8_pack_f32", "4096x4096", 10.0),
+            timed("rms_norm", "f16x8_f32", "4096x4096", narrow),
+        ]
+    )
+    assert study_verdicts.pack(figures).startswith(verdict)
+
+
+def test_the_overflow_verdict_names_who_was_wrong() -> None:
+    case = "4096x512 times 100"
+    rows = [
+        timed("rms_norm", "f16x8_pack_f32", case, 1.0),
+        timed("rms_norm", "f16_f16", case, 1.0, right_rows=0),
+        timed("rms_norm", "torch naive", case, 1.0, right_rows=0),
+    ]
+    assert study_verdicts.overflow(Figures(rows=rows)).startswith("Verdict: holds.")
+    rows[0]["right_rows"] = 63
+    assert study_verdicts.overflow(Figures(rows=rows)).startswith("Verdict: fails: ")
+
+
+@pytest.mark.parametrize(("us", "within"), [(10.0, "ahead"), (10.4, "yes"), (11.0, "no")])
+def test_the_best_kernel_against_the_best_of_the_write_ups(us: float, within: str) -> None:
+    rows = [
+        timed("rms_norm", "f16x8_pack_f32", "4096x2048", us),
+        timed("rms_norm", "f16x8_f16", "4096x2048", 1.0, right_rows=0),  # wrong: does not count
+        timed("rms_norm", "ours", "4096x2048", 1.0),
+    ]
+    table = study_report.block_originals(Figures(rows=rows)).splitlines()
+    assert len(table) == 3
+    assert table[2].endswith(f"| {within} |")
+    assert "`f16x8_pack_f32`" in table[2]
+
+
+def test_counters_are_read_from_ncu() -> None:
+    names = list(study_counters.METRICS.values())
+    numbers = [str(number + 1) for number in range(len(names))]
+    lines = [["ID", "Kernel Name", *names], ["", "", *["unit"] * len(names)]]
+    lines += [[str(i), "kernel", *numbers] for i in range(len(study_counters.PICKED))]
+    output = "==PROF== text\n" + "\n".join(",".join(f'"{cell}"' for cell in line) for line in lines)
+    rows = study_counters.rows_of(output)
+    assert [(row["op"], row["impl"]) for row in rows] == list(study_counters.PICKED)
+    assert rows[0]["load_sectors_per_request"] == 2.0
+    with pytest.raises(ValueError, match="6 launches were expected, ncu saw 5"):
+        study_counters.rows_of(output.rsplit("\n", 1)[0])
+    for op, name in study_counters.PICKED:
+        assert study_counters.HIDDEN_SIZE in getattr(getattr(variants, op), name).sizes
+
+
+def test_the_readme_follows_the_results() -> None:
+    """Otherwise: python -m benchmarks.study_report."""
+    text = study_report.README.read_text()
+    assert text.count("<!-- study -->") == text.count("<!-- /study -->") == 1
+    assert study_report.fill_readme(text, study_report.Results()) == text
 
 
 # On a GPU -------------------------------------------------------------------------------------
