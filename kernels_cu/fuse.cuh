@@ -170,12 +170,18 @@ struct Normalise {
     }
 };
 
-template <typename A, int VEC_SIZE>
-__device__ __forceinline__ A pack_sum(const A (&values)[VEC_SIZE]) {
-    A sum = values[0];
+// By halves: equal elements sum without a rounding error.
+template <typename T, typename A, int VEC_SIZE>
+__device__ __forceinline__ T pack_sum(const A (&values)[VEC_SIZE]) {
+    T sums[VEC_SIZE];
 #pragma unroll
-    for (int i = 1; i < VEC_SIZE; ++i) sum += values[i];
-    return sum;
+    for (int i = 0; i < VEC_SIZE; ++i) sums[i] = static_cast<T>(values[i]);
+#pragma unroll
+    for (int half = VEC_SIZE / 2; half > 0; half /= 2) {
+#pragma unroll
+        for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
+    }
+    return sums[0];
 }
 
 // The sum that LayerNorm's mean comes from. The mean must be exact relative to itself, not to the
@@ -194,26 +200,28 @@ struct MeanSum<double, double> {
     using type = ExactSum<double>;
 };
 
-__device__ __forceinline__ float value_of(float sum) { return sum; }
-__device__ __forceinline__ float value_of(double sum) { return static_cast<float>(sum); }
-template <typename A>
-__device__ __forceinline__ A value_of(const ExactSum<A>& sum) {
-    return sum.value();
-}
-
-template <typename A, int VEC_SIZE>
-__device__ __forceinline__ void add_pack(A& sum, const A (&values)[VEC_SIZE]) {
-    sum += pack_sum(values);
-}
-template <int VEC_SIZE>
-__device__ __forceinline__ void add_pack(double& sum, const float (&values)[VEC_SIZE]) {
-#pragma unroll
-    for (int i = 0; i < VEC_SIZE; ++i) sum += static_cast<double>(values[i]);
+template <typename T, typename A, int VEC_SIZE>
+__device__ __forceinline__ void add_pack(T& sum, const A (&values)[VEC_SIZE]) {
+    sum += pack_sum<T>(values);
 }
 template <typename A, int VEC_SIZE>
 __device__ __forceinline__ void add_pack(ExactSum<A>& sum, const A (&values)[VEC_SIZE]) {
 #pragma unroll
     for (int i = 0; i < VEC_SIZE; ++i) sum += values[i];
+}
+
+// sum / count, rounded about once: a row of equal elements has that element as its mean.
+__device__ __forceinline__ float mean_of(float sum, float count) { return sum / count; }
+__device__ __forceinline__ float mean_of(double sum, float count) {
+    const float mean = static_cast<float>(sum * static_cast<double>(1 / count));
+    const double rest = fma_rn(-static_cast<double>(mean), static_cast<double>(count), sum);
+    return rest == rest ? add_rn(mean, static_cast<float>(rest) / count) : mean;
+}
+template <typename A>
+__device__ __forceinline__ A mean_of(const ExactSum<A>& sum, A count) {
+    const A mean = sum.value() / count;
+    const A rest = add_rn(fma_rn(-mean, count, sum.sum), sum.error);
+    return rest == rest ? add_rn(mean, rest / count) : mean;
 }
 
 // Sum of (value - center)^2 over one pack.

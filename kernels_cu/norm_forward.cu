@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK)
                 add_pack(sum, values);
             }
             sum = row_reduce_sum<THREADS_PER_ROW>(sum, sum_slots);
-            mean = value_of(sum) / static_cast<A>(arguments.hidden_size);
+            mean = mean_of(sum, static_cast<A>(arguments.hidden_size));
         }
         A squares = A(0);
 #pragma unroll

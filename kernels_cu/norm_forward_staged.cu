@@ -116,7 +116,7 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS, 1024 / THR
     if constexpr (NORM == LAYER) {
         sum = cluster_reduce_sum<CLUSTER_SIZE>(row_reduce_sum<THREADS>(sum, sum_slots),
                                                cluster_sum_slots);
-        mean = value_of(sum) / static_cast<A>(arguments.hidden_size);
+        mean = mean_of(sum, static_cast<A>(arguments.hidden_size));
 #pragma unroll
         for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
             if (!holds(vec)) continue;

@@ -62,7 +62,7 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
         }
         sum = cluster_reduce_sum<CLUSTER_SIZE>(row_reduce_sum<THREADS>(sum, sum_slots),
                                                cluster_sum_slots);
-        mean = sum.value() / count;
+        mean = mean_of(sum, count);
     }
     ExactSum<A> square_sum = {};
 #pragma unroll 4

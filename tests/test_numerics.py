@@ -164,3 +164,29 @@ def test_squares_that_vanish_beside_eps(backend: Backend, norm: str) -> None:
 def test_float64_is_not_flushed(backend: Backend) -> None:
     case = Case(x=1e-150 * inputs.array((2, 64), "float64"), eps=0.0)
     check_forward(case, forward(backend, case, statistics=True))
+
+
+@pytest.mark.parametrize("hidden_size", [1, 3, 7, 100, 1000, 1537, 8192])
+@pytest.mark.parametrize("dtype", oracle.DTYPES)
+def test_a_constant_row_gives_exactly_the_bias(
+    backend: Backend, dtype: str, hidden_size: int
+) -> None:
+    """eps is small, so that a mean that is off by its last place would show."""
+    rows = inputs.array((9, 1), dtype)
+    case = Case(
+        x=np.repeat(rows, hidden_size, axis=1),
+        norm="layer",
+        eps=1e-12,
+        weight=inputs.weight(hidden_size, dtype),
+        bias=inputs.bias(hidden_size, dtype),
+    )
+    got = forward(backend, case, statistics=True)
+    compare.equal(got["mean"], rows[:, 0].astype(got["mean"].dtype), "mean")
+    compare.equal(got["y"], np.broadcast_to(case.bias, case.x.shape), "y")
+
+
+def test_no_heads_have_no_gradients(backend: Backend) -> None:
+    x, weight = np.empty((2, 0, 4), np.float32), np.empty((0, 4), np.float32)
+    got = backward(backend, Case(x=x, norm="rms", weight=weight, per_head=True), Gradient(x))
+    assert got["dx"].shape == (2, 0, 4)
+    assert got["dweight"].shape == (0, 4)
