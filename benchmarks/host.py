@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call costs on the host, where the kernel is shorter than the call: 4 rows of 4096.
+
+    python benchmarks/host.py [--rounds 15] [--json benchmarks/results/host.json]
+
+A figure is the median over rounds of the microseconds from the begin of one call to that of the
+next, with the GPU far from busy. All candidates take turns within one run, forwards and backwards.
+Needs a GPU and torch; peers that cannot be imported take no part. "launch" is the driver's launch
+of a kernel that does nothing, with arguments packed beforehand; "RawKernel" is CuPy's call of it
+with six arguments. At the end: which bars hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import math
+import statistics
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import cupy
+import numpy as np
+import torch
+from torch.nn import functional
+
+import cupy_rmsnorm as cr
+from benchmarks import race
+
+ROWS, HIDDEN_SIZE, DTYPE = 4, 4096, "float16"
+EPS = 1e-6
+CALLS = 200  # a figure; fewer than the driver queues before it makes the host wait
+RESULTS = Path(__file__).parent / "results" / "host.json"
+NOTHING = r"""
+extern "C" __global__ void nothing(void* y, const void* x, const void* weight, long long rows,
+                                   long long hidden_size, float eps) {}
+"""
+Call = Callable[[], object]
+
+
+class Case(NamedTuple):
+    """What one candidate is."""
+
+    op: str
+    impl: str
+    case: str
+
+
+class Bar(NamedTuple):
+    """`what` may take `share` of `of`, and `more` microseconds."""
+
+    what: Case
+    share: float
+    of: Case
+    more: float = 0.0
+
+
+LAUNCH = Case("launch", "driver", "packed")
+RAW = Case("launch", "RawKernel", "cupy allocating")
+TORCH = Case("rms_norm", "torch", "torch allocating")
+TORCH_LAYER = Case("layer_norm", "torch", "torch allocating")
+OUT = Case("rms_norm", "ours", "torch out=")
+CUPY_OUT = Case("rms_norm", "ours", "cupy out=")
+BARS = (
+    Bar(OUT, 0.70, TORCH),
+    Bar(Case("rms_norm", "ours", "torch allocating"), 0.85, TORCH),
+    Bar(Case("rms_norm", "ours", "torch bound out="), 0.60, TORCH),
+    Bar(Case("rms_norm", "ours", "torch out=, float32 weight"), 0.70, TORCH),
+    Bar(Case("layer_norm", "ours", "torch out="), 0.70, TORCH_LAYER),
+    Bar(CUPY_OUT, 1.5, LAUNCH),
+    Bar(Case("rms_norm", "ours", "cupy bound out="), 1.3, LAUNCH),
+    Bar(Case("rms_norm", "ours", "cupy allocating"), 1.0, RAW),
+    Bar(Case("add_rms_norm", "ours", "torch out="), 1.0, OUT, more=1.0),
+    Bar(Case("add_rms_norm", "ours", "cupy out="), 1.0, CUPY_OUT, more=1.0),
+)
+
+
+def launches() -> Iterator[tuple[Case, Call]]:
+    """The floor: a kernel that does nothing."""
+    x, y, weight = cupy_arrays()
+    kernel = cupy.RawKernel(NOTHING, "nothing")
+    arguments = (weight, np.int64(ROWS), np.int64(HIDDEN_SIZE), np.float32(EPS))
+    grid, block = (ROWS,), (256,)
+    kernel(grid, block, (y, x, *arguments))
+    yield Case("launch", "RawKernel", "cupy out="), lambda: kernel(grid, block, (y, x, *arguments))
+    yield RAW, lambda: kernel(grid, block, (cupy.empty_like(x), x, *arguments))
+
+    values = struct.pack("@QQQqqf", y.data.ptr, x.data.ptr, weight.data.ptr, ROWS, HIDDEN_SIZE, EPS)
+    packed = ctypes.create_string_buffer(values, len(values))
+    begin = ctypes.addressof(packed)
+    parameters = (ctypes.c_void_p * 6)(*(begin + 8 * i for i in range(6)))
+    handle, address = kernel.kernel.ptr, ctypes.addressof(parameters)
+    stream, launch = cupy.cuda.get_current_stream().ptr, cupy.cuda.driver.launchKernel
+
+    def call(keep: object = (packed, parameters)) -> None:
+        launch(handle, ROWS, 1, 1, 256, 1, 1, 0, stream, address, 0)
+
+    yield LAUNCH, call
+
+
+def cupy_arrays() -> tuple[Any, Any, Any]:
+    """x, y and a weight."""
+    x = cupy.asarray(np.random.default_rng(0).standard_normal((ROWS, HIDDEN_SIZE)).astype(DTYPE))
+    return x, cupy.empty_like(x), cupy.ones(HIDDEN_SIZE, DTYPE)
+
+
+def ours_on_cupy() -> Iterator[tuple[Case, Call]]:
+    """This library with CuPy arrays."""
+    (x, y, weight), (residual, residual_out, _) = cupy_arrays(), cupy_arrays()
+    bound = cr.bind_rms_norm(weight, eps=EPS)
+    for op, case, call in (
+        ("rms_norm", "cupy out=", lambda: cr.rms_norm(x, weight, eps=EPS, out=y)),
+        ("rms_norm", "cupy allocating", lambda: cr.rms_norm(x, weight, eps=EPS)),
+        ("rms_norm", "cupy bound out=", lambda: bound(x, y)),
+        ("layer_norm", "cupy out=", lambda: cr.layer_norm(x, weight, weight, eps=EPS, out=y)),
+        (
+            "add_rms_norm",
+            "cupy out=",
+            lambda: cr.add_rms_norm(x, residual, weight, eps=EPS, out=y, residual_out=residual_out),
+        ),
+    ):
+        yield Case(op, "ours", case), call
+
+
+def torch_tensors() -> tuple[Any, Any, Any]:
+    """x, y and a weight."""
+    x = torch.randn(ROWS, HIDDEN_SIZE, device="cuda").to(getattr(torch, DTYPE))
+    weight = torch.nn.Parameter(torch.ones(HIDDEN_SIZE, device="cuda", dtype=x.dtype))
+    return x, torch.empty_like(x), weight
+
+
+def ours_on_torch() -> Iterator[tuple[Case, Call]]:
+    """This library with torch tensors."""
+    (x, y, weight), (residual, residual_out, _) = torch_tensors(), torch_tensors()
+    wide = torch.nn.Parameter(weight.float())
+    bound = cr.bind_rms_norm(weight, eps=EPS)
+    strided = torch.empty((ROWS, 2 * HIDDEN_SIZE), device="cuda", dtype=x.dtype)[:, :HIDDEN_SIZE]
+    for op, case, call in (
+        ("rms_norm", "torch out=", lambda: cr.rms_norm(x, weight, eps=EPS, out=y)),
+        ("rms_norm", "torch allocating", lambda: cr.rms_norm(x, weight, eps=EPS)),
+        ("rms_norm", "torch bound out=", lambda: bound(x, y)),
+        ("rms_norm", "torch out=, float32 weight", lambda: cr.rms_norm(x, wide, eps=EPS, out=y)),
+        ("rms_norm", "torch strided", lambda: cr.rms_norm(strided, weight, eps=EPS, out=y)),
+        ("layer_norm", "torch out=", lambda: cr.layer_norm(x, weight, weight, eps=EPS, out=y)),
+        ("layer_norm", "torch allocating", lambda: cr.layer_norm(x, weight, weight, eps=EPS)),
+        (
+            "add_rms_norm",
+            "torch out=",
+            lambda: cr.add_rms_norm(x, residual, weight, eps=EPS, out=y, residual_out=residual_out),
+        ),
+    ):
+        yield Case(op, "ours", case), call
+
+
+def torch_itself() -> Iterator[tuple[Case, Call]]:
+    """torch's own functions."""
+    x, _, weight = torch_tensors()
+    wide = torch.nn.Parameter(weight.float())
+    shape = (HIDDEN_SIZE,)
+    yield TORCH, lambda: functional.rms_norm(x, shape, weight, EPS)
+    mixed = Case("rms_norm", "torch", "torch allocating, float32 weight")
+    yield mixed, lambda: functional.rms_norm(x, shape, wide, EPS)
+    yield TORCH_LAYER, lambda: functional.layer_norm(x, shape, weight, weight, EPS)
+
+
+def compiled() -> Iterator[tuple[Case, Call]]:
+    """torch.compile."""
+    x, _, weight = torch_tensors()
+
+    def rms_norm(x: Any, weight: Any) -> Any:
+        return functional.rms_norm(x, (HIDDEN_SIZE,), weight, EPS)
+
+    made = torch.compile(rms_norm, fullgraph=True, dynamic=False)
+    yield Case("rms_norm", "compile", "torch allocating"), lambda: made(x, weight)
+
+
+def liger() -> Iterator[tuple[Case, Call]]:
+    """Liger's Triton kernel through its own operator."""
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    x, _, weight = torch_tensors()
+    apply = LigerRMSNormFunction.apply
+    yield Case("rms_norm", "liger", "torch allocating"), lambda: apply(x, weight, EPS)
+
+
+def quack() -> Iterator[tuple[Case, Call]]:
+    """QuACK's forward."""
+    from quack.rmsnorm import rmsnorm_fwd
+
+    x, _, weight = torch_tensors()
+    wide = weight.detach().float()
+    case = Case("rms_norm", "quack", "torch allocating, float32 weight")
+    yield case, lambda: rmsnorm_fwd(x, wide, eps=EPS)
+
+
+GROUPS = (launches, ours_on_cupy, ours_on_torch, torch_itself, compiled, liger, quack)
+
+
+def candidates() -> tuple[dict[Case, Call], dict[str, str]]:
+    """What takes part, each called once, and why others do not."""
+    found, missing = {}, {}
+    for group in GROUPS:
+        try:
+            made = dict(group())
+            for call in made.values():
+                call()
+            torch.cuda.synchronize()
+            found |= made
+        except Exception as error:
+            if group in (launches, ours_on_cupy, ours_on_torch, torch_itself):
+                raise
+            missing[group.__name__] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            print(f"{group.__name__} takes no part: {missing[group.__name__]}", flush=True)
+    return found, missing
+
+
+def measure(calls: dict[Case, Call], rounds: int) -> dict[Case, float]:
+    """Median microseconds of each."""
+    times: dict[Case, list[float]] = {case: [] for case in calls}
+    for number in range(rounds):
+        for case in list(calls)[:: -1 if number % 2 else 1]:
+            call = calls[case]
+            for _ in range(10):
+                call()
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            times[case].append((time.perf_counter() - begin) / CALLS * 1e6)
+            torch.cuda.synchronize()
+    return {case: statistics.median(figures) for case, figures in times.items()}
+
+
+def show_bars(times: dict[Case, float]) -> None:
+    """Which bars hold."""
+    for bar in BARS:
+        got, of = times.get(bar.what, math.nan), times.get(bar.of, math.nan)
+        allowed = bar.share * of + bar.more
+        print(
+            f"{'holds' if got <= allowed else 'FAILS'}  {' '.join(bar.what):42} {got:6.2f} us, "
+            f"{got / of:.2f} of {' '.join(bar.of)} ({of:.2f}); at most {allowed:.2f}"
+        )
+
+
+def main() -> None:
+    """Measure, print, and write the results."""
+    parser = argparse.ArgumentParser(description="Host microseconds of each path of a call.")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--commit", help="of what is measured, where git cannot say")
+    options = parser.parse_args()
+    begin = time.perf_counter()
+    with torch.no_grad():
+        calls, missing = candidates()
+        times = measure(calls, options.rounds)
+    rows = [
+        {
+            "op": case.op,
+            "dtype": DTYPE,
+            "rows": ROWS,
+            "hidden_size": HIDDEN_SIZE,
+            "impl": case.impl,
+            "case": case.case,
+            "us": round(us, 3),
+        }
+        for case, us in times.items()
+    ]
+    for row in sorted(rows, key=lambda row: (row["op"], row["us"])):
+        print(f"{row['us']:8.2f} us  {row['op']:13} {row['impl']:10} {row['case']}")
+    show_bars(times)
+    meta = race.meta(options.rounds, options.commit) | {"missing": missing}
+    options.json.write_text(race.dumps({"meta": meta, "rows": rows}))
+    print(f"{time.perf_counter() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
