@@ -187,6 +187,6 @@ def test_a_constant_row_gives_exactly_the_bias(
 
 def test_no_heads_have_no_gradients(backend: Backend) -> None:
     x, weight = np.empty((2, 0, 4), np.float32), np.empty((0, 4), np.float32)
-    got = backward(backend, Case(x=x, norm="rms", weight=weight, per_head=True), Gradient(x))
+    got = backward(backend, Case(x=x, norm="rms", weight=weight, per_head=True), Gradient(dout=x))
     assert got["dx"].shape == (2, 0, 4)
     assert got["dweight"].shape == (0, 4)
