@@ -208,7 +208,7 @@ class Run:
         self.enqueue(specialisation, launch)
 
     def _sum_parts(self, parts: int) -> None:
-        if self.kind.sums > 0:
+        if self.kind.sums > 0 and self.elements > 0:
             self.arguments["parts"] = parts
             launch = choose_sum_launch(self.elements, parts, self.kind.sums)
             self.enqueue(specialise_sum(self.kind, launch), launch)
