@@ -23,6 +23,7 @@ import pytest
 import cupy_rmsnorm as norms
 from cupy_rmsnorm import _cpu, _cuda, _device, _fast, _kernel, _libraries, _run
 from cupy_rmsnorm._kernel import DeviceProperties, Specialisation
+from tests.backends import missing
 
 ROWS, HIDDEN_SIZE = 4, 64
 STREAM = 77
@@ -515,3 +516,76 @@ def test_threads(driver: Driver, library: Any) -> None:
         assert addresses[fields[4]] == fields[0]
     (entry,) = (entry for kept in _fast._kept.values() for entry in kept.values())
     assert 1 <= len(entry._buffers) <= threads
+
+
+# On the emulator --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def emulated() -> Iterator[list[str]]:
+    """The library's own kernels on the CPU, by both roads; yields which road each launch took."""
+    from tests import emulator
+
+    roads: list[str] = []
+    functions: list[Any] = []
+    with emulator.installed(checked=False), mock.patch.object(_fast, "_libraries", {}):
+        run = _kernel.launch
+
+        def launch_kernel(function: int, *geometry: int) -> None:
+            grid, _, _, block, _, _, shared_bytes, stream, parameters, _ = geometry
+            found, kernel = functions[function]
+            address = ctypes.c_void_p.from_address(parameters).value
+            packed = ctypes.string_at(address or 0, _kernel._packer(kernel, "float32").size)
+            roads.append("short")
+            run(found, grid, block, shared_bytes, stream, packed)
+
+        def launch(
+            function: Any, grid: int, block: int, shared_bytes: int, stream: int, packed: bytes
+        ) -> Any:
+            roads.append("general")
+            run(function, grid, block, shared_bytes, stream, packed)
+            functions.append((function, function.expression.partition("<")[0]))
+            handle = SimpleNamespace(ptr=len(functions) - 1)
+            return _kernel.Launched(handle, grid, block, shared_bytes, packed, launch_kernel)
+
+        with mock.patch.object(_kernel, "launch", launch):
+            yield roads
+    _fast.forget()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("function", ["rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"])
+def test_both_roads_give_the_same_bits(function: str, in_place: bool) -> None:
+    reason = missing("emulator")
+    if reason is not None:
+        pytest.skip(reason)
+    from tests import emulator
+
+    random = np.random.default_rng(0)
+    adds = function.startswith("add_")
+    shape = (5, 104)
+
+    def draw(shape: tuple[int, ...], dtype: str = "float16") -> np.ndarray:
+        return random.standard_normal(shape).astype(dtype)
+
+    weight, bias = draw(shape[1:], "float32"), draw(shape[1:])
+    results: list[list[bytes]] = []
+    values = [(draw(shape), draw(shape)) for _ in range(2)]
+    with emulated() as roads:
+        for forget in (False, True):  # the second time every call takes the general road
+            results.append([])
+            parameters = [emulator.from_numpy(array) for array in (weight, bias)]
+            for pair in values:
+                x, residual = map(emulator.from_numpy, pair)
+                arrays = (x, residual) if adds else (x,)
+                outputs = {}
+                if in_place:
+                    outputs = {"out": x, "residual_out": residual} if adds else {"out": x}
+                if forget:
+                    _fast.forget()
+                made = getattr(norms, function)(*arrays, *parameters, **outputs)
+                for array in made if adds else (made,):
+                    results[-1].append(emulator.to_numpy(array).tobytes())
+    assert roads == ["general", "short", "general", "general"]
+    assert results[0] == results[1]
+    assert len(set(results[0])) == len(results[0])
