@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ import sysconfig
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,10 +82,15 @@ def compile_kernels(
     families: dict[str, list[Specialisation]] = {}
     for item in dict.fromkeys(specialisations):
         families.setdefault(item.kernel, []).append(item)
+    modules = [
+        family[start : start + UNIT]
+        for family in families.values()
+        for start in range(0, len(family), UNIT)
+    ]
     found: dict[Specialisation, Resources] = {}
-    for family in families.values():
-        for start in range(0, len(family), UNIT):
-            found |= _compile_module(family[start : start + UNIT], arch)
+    with _no_device(arch), ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC frees the GIL
+        for resources in pool.map(_compile_module, modules):
+            found |= resources
     return found
 
 
@@ -109,12 +116,9 @@ def _module(specialisations: list[Specialisation], log: io.StringIO | None) -> A
     return module.module
 
 
-def _compile_module(
-    specialisations: list[Specialisation], arch: int
-) -> dict[Specialisation, Resources]:
+def _compile_module(specialisations: list[Specialisation]) -> dict[Specialisation, Resources]:
     log = io.StringIO()
-    with _no_device(arch):
-        compiled = _module(specialisations, log)
+    compiled = _module(specialisations, log)
     usage = _usage(log.getvalue())
     listing = _disassemble(compiled.cubin)
     found = {}
@@ -230,7 +234,12 @@ def versions() -> dict[str, str]:
     return {"nvrtc": f"{major}.{minor}", "cupy": cupy.__version__}
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write the whole table."""
     lines = ",\n".join(json.dumps(entry) for entry in table())
     meta = json.dumps(versions())
     RESULTS.write_text(f'{{"meta": {meta},\n"rows": [\n{lines}\n]}}\n')
+
+
+if __name__ == "__main__":
+    main()

@@ -19,10 +19,10 @@ pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=str(emula
 ARCH = 90
 
 
-def _run(row: Any, arch: int, **options: Any) -> list[str]:
+def _run(row: Any, arch: int, sm_count: int = kernels.SM_COUNT, **options: Any) -> list[str]:
     """Make the row's call and check it; the expressions that were launched."""
     launches: list[Any] = []
-    with emulator.installed(arch=arch, sm_count=kernels.SM_COUNT, launches=launches, **options):
+    with emulator.installed(arch=arch, sm_count=sm_count, launches=launches, **options):
         backend = Emulator()
         row.run(backend)
         backend.verify()
@@ -58,7 +58,21 @@ def test_backward(row: kernels.BackwardRow) -> None:
 @pytest.mark.parametrize("schedule", ["reverse", 1])
 @pytest.mark.parametrize("arch", [75, 80])
 @pytest.mark.parametrize(
-    "row", (*kernels.FORWARD[::9], *kernels.BACKWARD[::13]), ids=lambda row: row.name
+    "row", [*kernels.FORWARD[::9], *kernels.BACKWARD[::13]], ids=lambda row: row.name
 )
 def test_older_architectures_and_other_schedules(row: Any, arch: int, schedule: str | int) -> None:
     _run(row, arch, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        row
+        for row in (*kernels.FORWARD[::6], *kernels.BACKWARD[::2])
+        if row.rows > 50 and row.rows * row.hidden_size < 300_000
+    ],
+    ids=lambda row: row.name,
+)
+def test_blocks_that_walk_over_many_rows(row: Any) -> None:
+    """On two multiprocessors: every ring is filled again and again, every slot used again."""
+    _run(row, ARCH, sm_count=2, schedule="ahead")

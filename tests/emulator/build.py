@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +118,7 @@ def _key(*parts: str) -> str:
 
 def _compile(arguments: Sequence[str], target: Path) -> None:
     """Run the compiler and put its output at `target` in one step."""
-    temporary = target.with_name(f"{target.name}.{os.getpid()}")
+    temporary = target.with_name(f"{target.name}.{os.getpid()}-{threading.get_ident()}")
     compiler, *includes = toolchain()
     command = [compiler, *includes, *arguments, "-o", str(temporary)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -140,13 +141,17 @@ def runtime() -> ctypes.CDLL:
     return library
 
 
+_header_lock = threading.Lock()
+
+
 def _precompiled_header(flags: Sequence[str]) -> Path:
     folder = cache_directory() / f"header-{_key(*flags)}"
     header = folder / "device.h"
-    if not (folder / "device.h.gch").exists():
-        folder.mkdir(exist_ok=True)
-        shutil.copyfile(CUDA / "device.h", header)
-        _compile([*flags, "-x", "c++-header", str(header)], folder / "device.h.gch")
+    with _header_lock:
+        if not (folder / "device.h.gch").exists():
+            folder.mkdir(exist_ok=True)
+            shutil.copyfile(CUDA / "device.h", header)
+            _compile([*flags, "-x", "c++-header", str(header)], folder / "device.h.gch")
     return header
 
 

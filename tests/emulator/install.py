@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -45,10 +47,16 @@ def prefetch(specialisations: Iterable[Any], *, checked: bool = True) -> None:
     kernels: dict[str, list[Any]] = {}
     for item in dict.fromkeys(specialisations):
         kernels.setdefault(item.kernel, []).append(item)
-    for chosen in kernels.values():
-        for start in range(0, len(chosen), UNIT):
-            unit = chosen[start : start + UNIT]
-            library = _library(unit, checked)
+    units = [
+        chosen[start : start + UNIT]
+        for chosen in kernels.values()
+        for start in range(0, len(chosen), UNIT)
+    ]
+    build.runtime()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for unit, library in zip(
+            units, pool.map(lambda unit: _library(unit, checked), units), strict=True
+        ):
             for item in unit:
                 _prefetched[item.name_expression, checked] = library
 

@@ -101,15 +101,15 @@ def mutants(file: str, text: str) -> Iterator[Mutant]:
 
 
 @functools.cache
-def specialisations(row: Any) -> tuple[Any, ...]:
+def specialisations(row: Any, sm_count: int = kernels.SM_COUNT) -> tuple[Any, ...]:
     """What the row launches."""
     if isinstance(row, kernels.ForwardRow):
-        return (row.specialisation(ARCH),)
-    return row.specialisations(ARCH)  # type: ignore[no-any-return]
+        return (row.specialisation(ARCH, sm_count),)
+    return row.specialisations(ARCH, sm_count)  # type: ignore[no-any-return]
 
 
-def _rows(file: str) -> list[Any]:
-    """Rows that run the file."""
+def _rows(file: str) -> list[tuple[Any, int]]:
+    """Rows that run the file, and the number of multiprocessors to run them on."""
     from cupy_rmsnorm import _source
 
     def runs(row: Any) -> bool:
@@ -119,10 +119,15 @@ def _rows(file: str) -> list[Any]:
     rows = [row for row in (*kernels.FORWARD, *kernels.BACKWARD) if runs(row)]
     # Neighbours in the table are alike: take them in strides, the long ones last.
     mixed = [row for start in range(7) for row in rows[start::7]]
-    return sorted(mixed, key=lambda row: row.rows * row.hidden_size > LONG)
+    mixed.sort(key=lambda row: row.rows * row.hidden_size > LONG)
+    # On a GPU of two multiprocessors blocks walk over many rows.
+    few = [(row, 2) for row in mixed if row.rows > 50 and row.rows * row.hidden_size < LONG]
+    return [*((row, kernels.SM_COUNT) for row in mixed), *few]
 
 
-def try_mutant(mutant: Mutant, rows: list[Any], progress: Callable[[], object]) -> str | None:
+def try_mutant(
+    mutant: Mutant, rows: list[tuple[Any, int]], progress: Callable[[], object]
+) -> str | None:
     """What kills the mutant; None if nothing does."""
     from cupy_rmsnorm import _source
 
@@ -137,7 +142,7 @@ def try_mutant(mutant: Mutant, rows: list[Any], progress: Callable[[], object]) 
 
     with mock.patch.object(Path, "read_text", read):
         _source.load.cache_clear()
-        for kernel in {item.kernel for row in rows for item in specialisations(row)}:
+        for kernel in {item.kernel for row, _ in rows for item in specialisations(row)}:
             _source.load(kernel)
     try:
         start, size = 0, 1
@@ -146,12 +151,12 @@ def try_mutant(mutant: Mutant, rows: list[Any], progress: Callable[[], object]) 
             start, size = start + size, min(2 * size, LARGEST_BATCH)
             progress()
             try:
-                emulator.prefetch(item for row in batch for item in specialisations(row))
+                emulator.prefetch(item for pair in batch for item in specialisations(*pair))
             except emulator.CompileError:
                 return "does not compile"
-            for row in batch:
+            for row, sm_count in batch:
                 try:
-                    with emulator.installed(arch=ARCH, sm_count=kernels.SM_COUNT):
+                    with emulator.installed(arch=ARCH, sm_count=sm_count):
                         backend = Emulator()
                         row.run(backend)
                         backend.verify()
@@ -162,7 +167,7 @@ def try_mutant(mutant: Mutant, rows: list[Any], progress: Callable[[], object]) 
         _source.load.cache_clear()
 
 
-def run_one(mutant: Mutant, rows: list[Any]) -> tuple[str, str]:
+def run_one(mutant: Mutant, rows: list[tuple[Any, int]]) -> tuple[str, str]:
     """(killed, survived, equivalent or invalid; why), in a process that may hang or crash."""
     read_end, write_end = os.pipe()
     process = os.fork()
