@@ -86,6 +86,23 @@ class Launch(NamedTuple):
     block: int
 
 
+class Bound(NamedTuple):
+    """A checked call of a variant; calling it enqueues the launch on a stream's pointer.
+
+    The device of the arrays must be current.
+    """
+
+    function: Any  # None where there are no rows
+    grid: int
+    block: int
+    packed: bytes
+    arrays: tuple[Any, ...]  # kept alive: `packed` has their addresses alone
+
+    def __call__(self, stream: int) -> None:
+        if self.function is not None:
+            _kernel.launch(self.function, self.grid, self.block, 0, stream, self.packed)
+
+
 @dataclass(frozen=True)
 class Variant:
     """One named kernel; call it to run it.
@@ -169,26 +186,18 @@ class Variant:
         RuntimeError
             Where the GPU is missing or too old for the variant.
         """
-        caller, y, enqueue = self._checked(x, g, b, eps, out)
-        if enqueue is not None:
-            with current_device(caller.x.device.index):
-                enqueue(caller.space.stream)
+        caller, y, bound = self._bind(x, g, b, eps, out)
+        with current_device(caller.x.device.index):
+            bound(caller.space.stream)
         return caller.give(y, out)
 
-    def bind(
-        self, x: Any, g: Any = 1.0, b: Any = None, *, eps: float = EPS, out: Any
-    ) -> Callable[[int], None]:
-        """Check a call once; the result enqueues it on a stream of the current device.
+    def bind(self, x: Any, g: Any = 1.0, b: Any = None, *, eps: float = EPS, out: Any) -> Bound:
+        """Check a call once; the result enqueues it, at little more than a launch's cost."""
+        return self._bind(x, g, b, eps, out)[2]
 
-        It takes the stream's pointer and costs the host little more than the launch. It holds
-        addresses: the arrays must outlive it.
-        """
-        return self._checked(x, g, b, eps, out)[2] or _nothing
-
-    def _checked(
+    def _bind(
         self, x: Any, g: Any, b: Any, eps: float, out: Any
-    ) -> tuple[_border.Caller, Array, Callable[[int], None] | None]:
-        """The caller, the output, and what enqueues the launch; None where there are no rows."""
+    ) -> tuple[_border.Caller, Array, Bound]:
         caller = _border.Caller("x", x)
         gain = self._parameter("g", caller.parameter("g", g), caller.x)
         shift = self._shift(caller.parameter("b", b), caller.x)
@@ -207,8 +216,6 @@ class Variant:
         self._check_out(y, caller.x, gain, shift)
         hidden_size = caller.x.shape[-1]
         rows = math.prod(caller.x.shape[:-1])
-        if not rows:
-            return caller, y, None
         arguments: dict[str, float] = {
             "y": y.pointer,
             "x": caller.x.pointer,
@@ -222,14 +229,12 @@ class Variant:
             elif value is not None:
                 arguments[scalar] = value
         launch = self.geometry(self, hidden_size, rows, properties)
-        with current_device(device):
-            function = _function(self, launch.template_arguments, device)
+        function = None
+        if rows:
+            with current_device(device):
+                function = _function(self, launch.template_arguments, device)
         packed = _kernel.pack(self.source, "float32", arguments)
-
-        def enqueue(stream: int) -> None:
-            _kernel.launch(function, launch.grid, launch.block, 0, stream, packed)
-
-        return caller, y, enqueue
+        return caller, y, Bound(function, launch.grid, launch.block, packed, (x, g, b, out))
 
     def name_expression(self, template_arguments: tuple[str, ...]) -> str:
         """The C++ name of one instantiation."""
@@ -312,10 +317,6 @@ class Variant:
             raise ValueError(f"{name} must be on {x.device} like x, got {value.device}")
         self._check_layout(value, x.shape[-1])
         return value
-
-
-def _nothing(stream: int) -> None:
-    """A launch without rows."""
 
 
 def _fits(name: str, value: float) -> float:
