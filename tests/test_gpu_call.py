@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What surrounds a kernel on a GPU: the short road, the compile cache, the environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cupy_rmsnorm as norms
+from cupy_rmsnorm import _fast, _kernel
+from tests import compare, inputs, oracle
+from tests.backends import BACKENDS, Backend, missing
+from tests.test_gpu import Side, count_allocations
+
+pytestmark = pytest.mark.gpu
+
+CHECKOUT = Path(__file__).parent.parent
+FUNCTIONS = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
+
+
+@pytest.fixture(params=["cupy", "torch-cuda"])
+def device(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """Either library's arrays on the GPU."""
+    reason = missing(request.param)
+    if reason is not None:
+        pytest.skip(reason)
+    made = BACKENDS[request.param]()
+    yield made
+    made.synchronize()
+    made.verify()
+
+
+@pytest.fixture
+def general(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The streams of launches that took the general road."""
+    streams: list[int] = []
+    launch = _kernel.launch
+
+    def seen(
+        function: Any, grid: int, block: int, shared_bytes: int, stream: int, packed: bytes
+    ) -> Any:
+        streams.append(stream)
+        return launch(function, grid, block, shared_bytes, stream, packed)
+
+    monkeypatch.setattr(_kernel, "launch", seen)
+    return streams
+
+
+# The short road -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hidden_size", [4096, 40_000])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_both_roads_give_the_same_bits(
+    device: Backend, general: list[int], function: str, dtype: str, hidden_size: int
+) -> None:
+    shape = (3, hidden_size)
+    adds = function.startswith("add_")
+    x, residual = (device.input(inputs.array(shape, dtype, seed=seed)) for seed in (0, 1))
+    weight = device.input(inputs.weight(hidden_size, dtype))
+    arrays = (x, residual) if adds else (x,)
+    results = []
+    for road in ("general", "short", "general"):
+        if road == "general":
+            _fast.forget()
+        before = len(general)
+        made = getattr(norms, function)(*arrays, weight)
+        assert len(general) - before == (road == "general")
+        results.append([device.numpy(array) for array in (made if adds else (made,))])
+    for one, other, again in zip(*results, strict=True):
+        compare.equal(other, one, "short road")
+        compare.equal(again, one, "general road")
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_in_place(device: Backend, general: list[int], function: str) -> None:
+    shape = (5, 1024)
+    values = [inputs.array(shape, "float16", seed=seed) for seed in (0, 1)]
+    adds = function.startswith("add_")
+    results = []
+    for _ in range(2):
+        x, residual = (device.output(value.copy()) for value in values)
+        if adds:
+            getattr(norms, function)(x, residual, out=x, residual_out=residual)
+        else:
+            getattr(norms, function)(x, out=x)
+        results.append((device.numpy(x), device.numpy(residual)))
+    assert len(general) == 1
+    for short, first in zip(results[1], results[0], strict=True):
+        compare.equal(short, first, "in place")
+
+
+def test_nothing_is_allocated(device: Backend, general: list[int]) -> None:
+    shape = (4, 4096)
+    x, residual = (device.input(inputs.array(shape, "float16", seed=seed)) for seed in (0, 1))
+    weight = device.input(inputs.weight(4096, "float32"))
+    out, residual_out = device.empty(shape, "float16"), device.empty(shape, "float16")
+    bound = norms.bind_rms_norm(weight)
+
+    def run() -> None:
+        norms.rms_norm(x, weight, out=out)
+        bound(x, out)
+        norms.add_rms_norm(x, residual, weight, out=out, residual_out=residual_out)
+
+    run()
+    general.clear()
+    assert count_allocations(device, run) == 0
+    assert general == []
+    assert count_allocations(device, lambda: norms.rms_norm(x, weight)) == 1
+
+
+def test_the_current_stream(device: Backend, general: list[int]) -> None:
+    """A short call behind a busy stream sees what that stream wrote; the host does not wait."""
+    side = Side(device)
+    shape = (64, 4096)
+    old, new = (inputs.array(shape, "float16", seed=seed) for seed in (0, 1))
+    x, out = device.output(old.copy()), device.empty(shape, "float16")
+    before, after = device.input(old), device.input(new)
+    norms.rms_norm(x, out=out)  # learnt on the default stream
+    general.clear()
+    expected = oracle.forward(new, None, eps=1e-6).y
+    for repeat in range(4):
+        side.copy(x, before)
+        device.synchronize()
+        with side.current():
+            side.spin()
+            side.copy(x, after)
+            norms.rms_norm(x, out=out)
+            assert repeat == 0 or side.busy(), "the call waited for the GPU"
+        side.synchronize()
+        got = device.numpy(out)
+        compare.close(got, expected.value, expected.bound("float16"), "y")
+    assert general == []
+
+
+def test_torch_captures_it() -> None:
+    reason = missing("torch-cuda")
+    if reason is not None:
+        pytest.skip(reason)
+    import torch
+
+    device = BACKENDS["torch-cuda"]()
+    x = device.output(inputs.array((8, 4096), "float16"))
+    out = device.empty((8, 4096), "float16")
+    norms.rms_norm(x, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        norms.rms_norm(x, out=out)
+    for seed in (1, 2):
+        x.copy_(device.input(inputs.array((8, 4096), "float16", seed=seed)))
+        graph.replay()
+        torch.cuda.synchronize()
+        replayed = device.numpy(out)
+        norms.rms_norm(x, out=out)
+        compare.equal(replayed, device.numpy(out), "replay")
+
+
+def test_sixteen_threads(device: Backend) -> None:
+    """First and later calls at once, each thread on a stream of its own."""
+    threads, shape = 16, (3, 2048)
+    values = [inputs.array(shape, "float16", seed=seed) for seed in range(threads)]
+    xs = [device.input(value) for value in values]
+    outs = [device.empty(shape, "float16") for _ in values]
+    device.synchronize()
+    start = threading.Barrier(threads)
+    failures: list[BaseException] = []
+
+    def work(x: Any, out: Any) -> None:
+        try:
+            side = Side(device)
+            start.wait()
+            with side.current():
+                for _ in range(200):
+                    norms.layer_norm(x, out=out)
+            side.synchronize()
+        except BaseException as error:
+            failures.append(error)
+
+    workers = [threading.Thread(target=work, args=pair) for pair in zip(xs, outs, strict=True)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert failures == []
+    for value, out in zip(values, outs, strict=True):
+        expected = oracle.forward(value, None, eps=1e-5, norm="layer").y
+        compare.close(device.numpy(out), expected.value, expected.bound("float16"), "y")
+
+
+# The compile cache --------------------------------------------------------------------------------
+
+
+CALL = """
+    import time
+    import cupy, numpy as np
+    import cupy_rmsnorm
+    x = cupy.asarray(np.linspace(-1, 1, 3 * 1000, dtype=np.float16).reshape(3, 1000))
+    cupy.cuda.runtime.deviceSynchronize()
+    {before}
+    begin = time.perf_counter()
+    y = cupy_rmsnorm.rms_norm(x)
+    print(time.perf_counter() - begin)
+    print(y.get().tobytes().hex()[:64])
+"""
+NO_COMPILER = """
+    def refuse(*arguments):
+        raise AssertionError("compiled anew")
+    from cupy.cuda import compiler
+    compiler._compile_using_nvrtc_no_warning = refuse
+"""
+
+
+@pytest.fixture
+def cupy_here() -> None:
+    reason = missing("cupy")
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def run(folder: Path, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """The call in a process of its own whose cache is `folder`."""
+    code = textwrap.dedent(CALL).replace("{before}", textwrap.dedent(before))
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=CHECKOUT,
+        env=os.environ | {"CUPY_CACHE_DIR": os.fspath(folder)} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.usefixtures("cupy_here")
+def test_a_second_process_does_not_compile(tmp_path: Path) -> None:
+    first = run(tmp_path)
+    assert first.returncode == 0, first.stderr
+    second = run(tmp_path, NO_COMPILER)
+    assert second.returncode == 0, second.stderr
+    assert second.stdout.split()[1] == first.stdout.split()[1]
+    assert run(tmp_path / "another", NO_COMPILER).returncode != 0
+
+
+@pytest.mark.usefixtures("cupy_here")
+def test_a_first_call_is_quick_where_the_cache_is_warm(tmp_path: Path) -> None:
+    assert run(tmp_path).returncode == 0
+    seconds = min(float(run(tmp_path).stdout.split()[0]) for _ in range(3))
+    assert seconds <= 0.150
+
+
+@pytest.mark.usefixtures("cupy_here")
+def test_truncated_cache_files(tmp_path: Path) -> None:
+    first = run(tmp_path)
+    files = [path for path in tmp_path.iterdir() if path.is_file()]
+    assert files
+    for path in files:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    second = run(tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert second.stdout.split()[1] == first.stdout.split()[1]
+
+
+@pytest.mark.usefixtures("cupy_here")
+def test_a_cache_folder_that_is_gone(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    gone = f"import shutil; shutil.rmtree({os.fspath(folder)!r})"
+    failed = run(folder, gone)
+    assert failed.returncode != 0
+    assert "RuntimeError: CuPy cannot keep compiled kernels in" in failed.stderr
+    assert "set CUPY_CACHE_DIR" in failed.stderr
+    shutil.rmtree(folder, ignore_errors=True)
+    assert run(folder, gone, CUPY_CACHE_IN_MEMORY="1").returncode == 0
+
+
+@pytest.mark.usefixtures("cupy_here")
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_ptx_for_a_gpu_that_nvrtc_does_not_know(monkeypatch: pytest.MonkeyPatch, norm: str) -> None:
+    from cupy.cuda import nvrtc
+
+    device = BACKENDS["cupy"]()
+    values = inputs.array((7, 1000), "float16")
+    x = device.input(values)
+    call = getattr(norms, f"{norm}_norm")
+    monkeypatch.setattr(nvrtc, "getSupportedArchs", lambda: (75,))
+    monkeypatch.setattr(_kernel, "_functions", {})
+    got = device.numpy(call(x, eps=1e-5))
+    expected = oracle.forward(values, None, eps=1e-5, norm=norm).y
+    compare.close(got, expected.value, expected.bound("float16"), "y")
+
+
+# The environment ----------------------------------------------------------------------------------
+
+
+FAILING = """
+    import cupy
+    import cupy_rmsnorm
+    memory = cupy.cuda.UnownedMemory(1 << 20, 1 << 20, None, 0)
+    x = cupy.ndarray((4, 1024), "float16", cupy.cuda.MemoryPointer(memory, 0))
+    out = cupy.empty_like(x)
+    cupy_rmsnorm.rms_norm(x, out=out)
+"""
+CAPTURED = """
+    import cupy
+    import cupy_rmsnorm
+    x = cupy.ones((4, 1024), "float16")
+    out = cupy.empty_like(x)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.runtime.deviceSynchronize()
+    with stream:
+        cupy_rmsnorm.rms_norm(x, out=out)
+        stream.begin_capture()
+        cupy_rmsnorm.rms_norm(x, out=out)
+        graph = stream.end_capture()
+        graph.launch(stream)
+        stream.synchronize()
+    assert (out == 1).all()
+"""
+
+
+def in_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=CHECKOUT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.usefixtures("cupy_here")
+def test_debug_names_the_call_that_failed() -> None:
+    failed = in_process(FAILING, CUPY_RMSNORM_DEBUG="1")
+    assert failed.returncode != 0
+    assert "RuntimeError: rms_norm on cuda:0 with x float16[4, 1024], y float16" in failed.stderr
+    assert "by Plan(kernel='norm_forward'" in failed.stderr
+    assert "illegal" in failed.stderr or "misaligned" in failed.stderr
+
+
+@pytest.mark.usefixtures("cupy_here")
+@pytest.mark.parametrize("variable", ["CUPY_RMSNORM_DEBUG", "CUPY_RMSNORM_NVTX"])
+def test_watched_calls_are_captured(variable: str) -> None:
+    done = in_process(CAPTURED, **{variable: "1"})
+    assert done.returncode == 0, done.stderr
