@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from ._dtypes import ROW_DTYPES
 from ._refuse import choice, dtype_among, either, epsilon, flag, no_axes, offset
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+FLOAT32_TINY = float(np.finfo(np.float32).tiny)  # below it a GPU reads zero
 CASTS = ("once", "before_weight")
 MASKED = ("keep", "zero")
 
@@ -118,24 +119,34 @@ def _x(x: Array) -> None:
         raise ValueError(f"{x.name} must have at least one axis, got shape ()")
 
 
-def normalized_ndim(x: Array, axis: object) -> int:
-    """How many trailing axes of `x` the argument `axis` names."""
+def axes_of(axis: object) -> list[int]:
+    """The argument `axis` as a list."""
     axes = axis if isinstance(axis, tuple) else (axis,)
     try:
         if any(isinstance(one, (bool, np.bool_)) for one in axes):
             raise TypeError
-        given = [operator.index(cast(Any, one)) for one in axes]
+        return [operator.index(cast(Any, one)) for one in axes]
     except TypeError:
         raise TypeError(f"axis must be an int or a tuple of ints, got {axis!r}") from None
+
+
+def not_trailing(axis: object) -> NoReturn:
+    """Refuse axes that are not the last ones."""
+    raise ValueError(
+        f"axis must be -1 or a tuple of trailing axes such as (-2, -1), got {axis}: "
+        f"move the axis to the end first"
+    )
+
+
+def normalized_ndim(x: Array, axis: object) -> int:
+    """How many trailing axes of `x` the argument `axis` names."""
+    given = axes_of(axis)
     ndim = len(x.shape)
     for one in given:
         if not -ndim <= one < ndim:
             raise ValueError(f"axis must be within the {ndim} axes of {x.name}, got {axis}")
     if not given or sorted(one % ndim for one in given) != list(range(ndim - len(given), ndim)):
-        raise ValueError(
-            f"axis must be -1 or a tuple of trailing axes such as (-2, -1), got {axis}: "
-            f"move the axis to the end first"
-        )
+        not_trailing(axis)
     return len(given)
 
 
@@ -161,6 +172,7 @@ def _common(
     where: Array | None,
     valid_rows: Array | None,
     options: Options,
+    weight_name: str = "weight",
 ) -> _Common:
     """Check x, the options, the parameters and the masks."""
     _x(x)
@@ -175,7 +187,9 @@ def _common(
             f"got shape {x.shape}"
         )
     parameter_shape = x.shape[leading - per_head :]
-    weight_offset = offset(options.weight_offset, weighted=weight is not None)
+    weight_offset = offset(
+        options.weight_offset, weighted=weight is not None, weight_name=weight_name
+    )
     common = _Common(
         normalized_ndim=trailing,
         row_shape=x.shape[:leading],
@@ -187,7 +201,8 @@ def _common(
         masked=cast(Masked, choice("masked", options.masked, MASKED)),
         has_mask=where is not None or valid_rows is not None,
     )
-    _constants_fit(x, eps=common.eps, weight_offset=weight_offset, weight=weight, bias=bias)
+    constants = {"eps": common.eps, "weight_offset": weight_offset, weight_name: weight}
+    _constants_fit(x, constants | {"bias": bias})
     _parameter(weight, x, parameter_shape)
     _parameter(bias, x, parameter_shape)
     if where is not None:
@@ -202,9 +217,15 @@ def _common(
     return common
 
 
-def _constants_fit(x: Array, **constants: Array | float | None) -> None:
+def _constants_fit(x: Array, constants: Mapping[str, Array | float | None]) -> None:
     if x.dtype == "float64":
         return
+    eps = cast(float, constants["eps"])
+    if 0 < eps < FLOAT32_TINY:
+        raise ValueError(
+            f"eps must be 0 or at least {FLOAT32_TINY:.4g}, float32's smallest normal number, "
+            f"got {eps}"
+        )
     for name, value in constants.items():
         if isinstance(value, (int, float)) and abs(value) > FLOAT32_MAX:
             raise ValueError(f"{name} must be finite in float32, got {value}")
@@ -222,17 +243,21 @@ def _out_dtype(name: str, out: Array | None, dtype: str | None, default: str, x:
 
 
 def _overlaps(
-    outputs: Sequence[Array | None], inputs: list[Array], in_place: tuple[str, ...]
+    outputs: Sequence[Array | None],
+    inputs: list[Array],
+    in_place: Mapping[str, tuple[str, ...]],
 ) -> None:
-    """Refuse an output that shares memory, unless it is exactly an input named in `in_place`."""
+    """Refuse an output that shares memory, unless it is exactly an input that it may replace:
+    `in_place` has the names of these by the output's."""
     written = [array for array in outputs if array is not None]
     for position, output in enumerate(written):
+        replaces = in_place.get(output.name, ())
         for other in written[position + 1 :] + inputs:
             if not _overlap.overlap(output, other):
                 continue
-            if other.name in in_place and _overlap.same(output, other):
+            if other.name in replaces and _overlap.same(output, other):
                 continue
-            allowed = f", unless it is exactly {other.name}" if other.name in in_place else ""
+            allowed = f", unless it is exactly {other.name}" if other.name in replaces else ""
             raise ValueError(
                 f"{output.name} must not overlap {other.name}{allowed}, "
                 f"got two views of the same memory"
@@ -267,9 +292,10 @@ def check_forward(
     rstd_out: Array | None,
     statistics: bool,
     out_name: str = "out",
+    weight_name: str = "weight",
 ) -> Forward:
     """The checked record of a forward call, its outputs allocated."""
-    common = _common(x, weight, bias, where, valid_rows, options)
+    common = _common(x, weight, bias, where, valid_rows, options, weight_name)
     wanted: list[tuple[str, Array | None]] = [(out_name, out)]
     y_dtype = _out_dtype(out_name, out, out_dtype, x.dtype, x)
     if residual is not None:
@@ -293,7 +319,8 @@ def check_forward(
         for array in outputs:
             _writable(array)
         inputs = _arrays(x, residual, weight, bias, where, valid_rows)
-        _overlaps(outputs, inputs, in_place=(x.name, "residual"))
+        replaced = (x.name, "residual")
+        _overlaps(outputs, inputs, {out_name: replaced, "residual_out": replaced})
     if common.has_mask and common.masked == "keep":
         _keep_needs(wanted)
 
@@ -395,7 +422,7 @@ def check_backward(
         for array in outputs:
             _writable(array)
         inputs = _arrays(x, dout, dresidual_out, weight, bias, mean, rstd, where, valid_rows)
-        _overlaps(outputs, inputs, in_place=(x.name,))
+        _overlaps(outputs, inputs, {"dx_out": (x.name,)})
 
     if wants_dx and dx_out is None:
         dx_out = space.empty("dx", x.shape, dx_dtype)
@@ -450,11 +477,9 @@ def check_qk(
     _device(k, q)
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"k must have q's head size {q.shape[-1]}, got {k.shape[-1]}")
-    _overlaps([q_out], [k, *_arrays(k_weight, k_out)], in_place=())
-    _overlaps([k_out], [q, *_arrays(q_weight)], in_place=())
 
-    def half(x: Array, weight: Array | float | None, out: Array | None, out_name: str) -> Forward:
-        per_head = isinstance(weight, Array) and len(weight.shape) == 2
+    def half(x: Array, weight: Array | float | None, out: Array | None) -> Forward:
+        per_head = isinstance(weight, Array) and len(weight.shape) == 2 and len(x.shape) > 1
         return check_forward(
             "qk_norm",
             "rms",
@@ -472,10 +497,14 @@ def check_qk(
             mean_out=None,
             rstd_out=None,
             statistics=False,
-            out_name=out_name,
+            out_name=f"{x.name}_out",
+            weight_name=f"{x.name}_weight",
         )
 
-    return half(q, q_weight, q_out, "q_out"), half(k, k_weight, k_out, "k_out")
+    halves = half(q, q_weight, q_out), half(k, k_weight, k_out)
+    _overlaps([q_out], [k, *_arrays(k_weight, k_out)], {})
+    _overlaps([k_out], [q, *_arrays(q_weight)], {})
+    return halves
 
 
 def _no_gradient(out: Array | None, wanted: bool, needs: str) -> None:

@@ -763,7 +763,8 @@ class _Sums:
 def forward(call: Forward) -> None:
     """Compute a checked forward call into its outputs."""
     if call.rows:
-        _Forward(call)()
+        with np.errstate(all="ignore"):  # weights and their offset are added here
+            _Forward(call)()
 
 
 def backward(call: Backward) -> None:

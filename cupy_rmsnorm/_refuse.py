@@ -53,11 +53,11 @@ def flag(name: str, value: object) -> bool:
     return bool(value)
 
 
-def offset(value: object, *, weighted: bool) -> float:
+def offset(value: object, *, weighted: bool, weight_name: str = "weight") -> float:
     """`value` as a weight_offset."""
     result = number("weight_offset", value)
     if result and not weighted:
-        raise ValueError(f"weight_offset must be 0 without a weight, got {result}")
+        raise ValueError(f"weight_offset must be 0 without a {weight_name}, got {result}")
     return result + 0.0  # -0.0 == 0.0, and equal options are to give equal bits
 
 

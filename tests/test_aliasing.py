@@ -217,6 +217,36 @@ def test_gradients_over_each_other_are_refused() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "backward", [norms.rms_norm_backward, norms.layer_norm_backward], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("name", ["dweight_out", "dbias_out"])
+def test_sums_over_exactly_x_are_refused(backward: Any, name: str) -> None:
+    x, dout = rows()[0], rows(1)[0]
+    refused(
+        f"{name} must not overlap x, got two views of the same memory",
+        backward,
+        dout,
+        x,
+        W,
+        bias=W + 1,
+        **{name: x},
+    )
+
+
+def test_sums_over_exactly_residual_out_are_refused() -> None:
+    x = rows()[0]
+    refused(
+        "dweight_out must not overlap residual_out, got two views of the same memory",
+        norms.add_rms_norm_backward,
+        rows(1)[0],
+        None,
+        x,
+        W,
+        dweight_out=x,
+    )
+
+
 def test_qk_outputs_over_the_other_half_are_refused() -> None:
     q, k = rows(0), rows(1)
     gone = ", got two views of the same memory"

@@ -147,6 +147,14 @@ OPTION_CASES = [
     case(rms, ValueError, "eps must be finite, got nan", X, eps=float("nan")),
     case(rms, ValueError, "eps must be finite, got inf", X, eps=float("inf")),
     case(rms, ValueError, "eps must be finite in float32, got 1e+39", X, eps=1e39),
+    case(
+        rms,
+        ValueError,
+        "eps must be 0 or at least 1.175e-38, float32's smallest normal number, got 1e-50",
+        X,
+        eps=1e-50,
+    ),
+    case(rms, ValueError, "eps must be 0 or at least 1.175e-38, ", X16, eps=1.17e-38),
     case(layer, ValueError, "eps must not be negative, got -1.0", X, eps=-1),
     case(rms, TypeError, "weight_offset must be a real number, got None", X, W, weight_offset=None),
     case(rms, ValueError, "weight_offset must be finite, got nan", X, W, weight_offset=np.nan),
@@ -469,6 +477,49 @@ QK_CASES = [
     case(qk, ValueError, "q_out must have shape (2, 3, 4), got (4,)", X, X, q_out=new((4,))),
     case(qk, TypeError, "k must be an array, got NoneType", X, None),
     case(qk, TypeError, "eps must be a real number, got None", X, X, eps=None),
+    case(qk, TypeError, f"k must be {ROW}, got int8", X, X.astype("i1"), q_out=new()),
+    case(qk, TypeError, f"q_out must be {BESIDE[:-1]}q, got int8", X, X, q_out=new(dtype="i1")),
+    case(qk, TypeError, f"k_out must be {BESIDE[:-1]}k, got int8", X, X, k_out=new(dtype="i1")),
+    case(
+        qk,
+        TypeError,
+        f"q_weight must be {BESIDE[:-1]}q, got int8",
+        X,
+        X,
+        W.astype("i1"),
+        k_out=new(),
+    ),
+    case(
+        qk,
+        TypeError,
+        f"k_weight must be {BESIDE[:-1]}k, got int8",
+        X,
+        X,
+        W,
+        W.astype("i1"),
+        q_out=new(),
+    ),
+    case(
+        qk,
+        ValueError,
+        "weight_offset must be 0 without a q_weight, got 1.0",
+        X,
+        X,
+        None,
+        W,
+        weight_offset=1,
+    ),
+    case(
+        qk,
+        ValueError,
+        "weight_offset must be 0 without a k_weight, got 1.0",
+        X,
+        X,
+        W,
+        weight_offset=1,
+    ),
+    case(qk, ValueError, "k_weight must be finite in float32, got 1e+39", X, X, W, 1e39),
+    case(qk, ValueError, "q_weight must have shape (4,), got (1, 4)", X[0, 0], X, new((1, 4))),
 ]
 
 bind = norms.bind_rms_norm
@@ -616,6 +667,17 @@ def test_every_function_has_the_shared_rules(
 def test_any_real_scalar_is_an_eps(eps: Any) -> None:
     y = rms(np.ones((1, 4), F32), eps=eps)
     np.testing.assert_array_equal(y, np.full((1, 4), 0.5, F32))
+
+
+def test_float64_has_smaller_eps() -> None:
+    y = rms(np.full((1, 4), 1e-170), eps=1e-320)
+    assert 0 < y[0, 0] < 1
+
+
+def test_sums_of_weight_and_offset_that_overflow_are_quiet() -> None:
+    weight = np.full(4, 3e38, F32)
+    y = rms(X, weight, weight_offset=3e38)
+    assert np.isinf(y).all()
 
 
 def test_a_tiny_eps_survives() -> None:
