@@ -64,8 +64,8 @@ def _candidates(case: _study.Case, dtype: str) -> tuple[int, int, dict[tuple[str
     cupy.get_default_memory_pool().free_all_blocks()
     race = _study.Race(case, dtype, _study.OPS, None, _study.activations(_study.SAMPLE))
     variants.load(race.instances(), cupy.cuda.Device().id)
-    xs, _, candidates = race.prepare()
-    for name, call in _bench.copy_candidates(race.nbytes, len(xs)).items():
+    xs, ys, candidates = race.prepare()
+    for name, call in _bench.copy_candidates(xs, ys).items():
         candidates["copy", name] = call
     return len(xs), race.nbytes, candidates
 
