@@ -4,10 +4,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import datetime
+import io
+import json
 import math
+import os
+import re
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,13 +46,32 @@ class UsageError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0, 1 (a result is wrong) or 2 (wrong usage)."""
-    args = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # it may not know a file name's letters
     try:
-        status: int = args.run(args)
+        try:
+            args = _parser().parse_args(argv)
+            status: int = args.run(args)
+        finally:
+            print(end="", flush=True)
     except UsageError as error:
-        print(f"cupy-rmsnorm: {error}", file=sys.stderr)
-        return 2
-    return status
+        message = str(error)
+    except MemoryError as error:
+        message = f"not enough memory: {error}"
+    except OSError as error:
+        message = f"cannot write {error.filename or 'the output'}: {error.strerror or error}"
+        if error.filename is None:
+            _drop_output()
+    else:
+        return status
+    print(f"cupy-rmsnorm: {message}", file=sys.stderr)
+    return 2
+
+
+def _drop_output() -> None:
+    # What is left of it would fail once more when the interpreter ends, and change the status.
+    with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,6 +112,10 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="auto: the GPU if it can be used (default)",
     )
+    demo.add_argument(
+        "--json", metavar="FILE", help="also write the times to this file, if all is correct"
+    )
+    demo.add_argument("--commit", help="the commit that --json names")
     demo.set_defaults(run=run_demo)
     _study.add_parser(commands).set_defaults(run=run_study)
     return parser
@@ -148,6 +178,20 @@ class Result:
     copy_seconds: float | None = None
 
 
+@dataclass
+class Verdict:
+    """How far a result is from the reference."""
+
+    error: float = 0.0  # the largest |y - reference|
+    share: float = 0.0  # the largest share of what rounding allows
+    nans: int = 0  # where the reference has them too
+    infinities: int = 0
+
+    @property
+    def correct(self) -> bool:
+        return self.share <= 1
+
+
 def run_demo(args: argparse.Namespace) -> int:
     """Normalise, check, measure and print; 1 if an element is further off than rounding allows."""
     usable, reason = _info.available()
@@ -160,27 +204,28 @@ def run_demo(args: argparse.Namespace) -> int:
         if not args.out.endswith(".npy"):
             raise UsageError(f"--out must end in .npy, got {args.out}")
 
-    if on_gpu:
-        device = _info.info()["devices"][0]
+    device = _info.info()["devices"][0] if on_gpu else None
+    if device is not None:
         print(f"On {device['name']}, compute capability {device['compute_capability']}")
     else:
         print("On the CPU, with NumPy" + (f" (no GPU: {reason})" if reason else ""))
     correct = True
-    for job in _jobs(args):
-        try:
-            with Progress(job.title, steps=2 * job.x.size) as progress:
-                result = (_on_gpu if on_gpu else _on_cpu)(job, progress)
-                error, share = _check(job, result.y, progress)
-            if args.out is not None:
-                _save(args.out, result.y)
-        except MemoryError as problem:
-            raise UsageError(f"not enough memory for {job.title}: {problem}") from problem
-        correct &= share <= 1
-        print_rows(job.title, _report(job, result, error, share))
+    records: list[dict[str, Any]] = []
+    for job in _jobs(args, on_gpu):
+        with Progress(job.title, steps=2 * job.x.size) as progress:
+            result = (_on_gpu if on_gpu else _on_cpu)(job, progress)
+            verdict = _check(job, result.y, progress)
+        if args.out is not None:
+            _save(args.out, result.y)
+        correct &= verdict.correct
+        records += _records(job, result)
+        print_rows(job.title, _report(job, result, verdict))
+    if args.json is not None and correct:
+        _write_json(args.json, _meta(device, args.commit), records)
     return 0 if correct else 1
 
 
-def _report(job: Job, result: Result, error: float, share: float) -> Rows:
+def _report(job: Job, result: Result, verdict: Verdict) -> Rows:
     y, nbytes = result.y, job.x.nbytes + result.y.nbytes
     shape = " x ".join(map(str, job.x.shape))
     parameters = "".join(
@@ -192,16 +237,56 @@ def _report(job: Job, result: Result, error: float, share: float) -> Rows:
     if result.copy_seconds is not None:
         percent = 100 * result.copy_seconds / result.seconds
         bandwidth += f", {percent:.0f} % of a device copy of the same bytes"
-    verdict = "correct" if share <= 1 else "WRONG"
-    values = y.reshape(-1)[:3].astype(np.float64)
-    return [
+    judged = "correct" if verdict.correct else "WRONG"
+    rows = [
         ("input", f"{shape} {job.x.dtype}{parameters}"),
         ("call", f"{job.op}, eps {job.eps:g}"),
         ("time", _duration(result.seconds)),
         ("bandwidth", bandwidth),
-        ("largest error", f"{error:.3g}, {share:.2f} of what rounding allows: {verdict}"),
-        ("first values", " ".join(f"{value:.6g}" for value in values)),
+        (
+            "largest error",
+            f"{verdict.error:.3g}, {verdict.share:.2f} of what rounding allows: {judged}",
+        ),
     ]
+    counts = ((verdict.nans, "NaN"), (verdict.infinities, "infinite"))
+    if found := [f"{count} {what}" for count, what in counts if count]:
+        text = f"{' and '.join(found)} of {y.size} results, as in the reference"
+        rows.append(("not finite", text))
+    values = y.reshape(-1)[:3].astype(np.float64)
+    rows.append(("first values", " ".join(f"{value:.6g}" for value in values)))
+    return rows
+
+
+def _records(job: Job, result: Result) -> Iterator[dict[str, Any]]:
+    """The result file's rows of one job: a copy of the same bytes, and ours."""
+    place = {"op": job.op, "dtype": job.x.dtype.name}
+    place |= dict(zip(("rows", "hidden_size"), _rows(job.x).shape, strict=True))
+    copy = result.copy_seconds
+    for impl, seconds in (("copy", copy), ("ours", result.seconds)):
+        if seconds is not None:
+            ratio = None if copy is None else round(copy / seconds, 4)
+            yield {**place, "impl": impl, "us": float(f"{1e6 * seconds:.5g}"), "ratio": ratio}
+
+
+def _meta(device: dict[str, Any] | None, commit: str | None) -> dict[str, Any]:
+    found = _info.info()
+    return {
+        "device": "CPU" if device is None else device["name"],
+        "driver": None if device is None else _info.read_driver().cuda,
+        "cupy": None if device is None else found["cupy"],
+        "numpy": found["numpy"],
+        "commit": commit,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    }
+
+
+def _write_json(path: str, meta: dict[str, Any], records: list[dict[str, Any]]) -> None:
+    rows = ",\n".join(f"  {json.dumps(record)}" for record in records)
+    content = f'{{\n"meta": {json.dumps(meta)},\n"rows": [\n{rows}\n]\n}}\n'
+    try:
+        Path(path).write_text(content, "utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _on_cpu(job: Job, progress: Progress) -> Result:
@@ -261,35 +346,45 @@ def _to_host(array: Any) -> np.ndarray:
     return bits.view(array.dtype)
 
 
-def _check(job: Job, y: np.ndarray, progress: Progress) -> tuple[float, float]:
-    """The largest |y - reference|, and the largest share of what rounding allows."""
+@np.errstate(all="ignore")  # NaN, infinity and 0 / 0 are results like others here
+def _check(job: Job, y: np.ndarray, progress: Progress) -> Verdict:
+    """Hold every element against the reference."""
     x, y = _rows(job.x), _rows(y)
-    worst, share = 0.0, 0.0
+    verdict = Verdict()
     for part in _chunks(x):
         reference, allowed = _reference(job, x[part])
-        with np.errstate(invalid="ignore"):
-            error = np.abs(y[part].astype(reference.dtype) - reference)
+        error = np.abs(y[part].astype(reference.dtype) - reference)
         # NaN agrees with NaN, and an overflow in y's dtype with a reference beyond that dtype.
-        same = np.isnan(y[part]) & np.isnan(reference)
-        same |= np.isinf(y[part]) & (y[part] == _cast(reference, y.dtype))
-        error = np.where(same, 0, np.where(np.isnan(error), np.inf, error))
-        worst = max(worst, float(error.max()))
-        share = max(share, float((error / allowed).max(initial=0, where=error > 0)))
+        nan = np.isnan(y[part]) & np.isnan(reference)
+        infinite = np.isinf(y[part]) & (y[part] == reference.astype(y.dtype))
+        error = np.where(nan | infinite, 0, np.where(np.isnan(error), np.inf, error))
+        share = np.where(error > 0, error / allowed, 0)
+        share = np.where(np.isnan(share), np.inf, share)  # nothing else is like NaN or infinity
+        verdict.error = max(verdict.error, float(error.max()))
+        verdict.share = max(verdict.share, float(share.max()))
+        verdict.nans += int(nan.sum())
+        verdict.infinities += int(infinite.sum())
         progress.step(x[part].size)
-    return worst, share
+    return verdict
 
 
 def _reference(job: Job, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The normalised rows in two float64 passes, and how far a rounded result may be off."""
     single = x.dtype != np.float64
     wide = x.astype(np.float64 if single else np.longdouble)
-    mean = wide.mean(axis=-1, keepdims=True) if job.op == "layer_norm" else 0
+    mean: Any = 0
+    mean_size: Any = 0
+    if job.op == "layer_norm":
+        mean = wide.mean(axis=-1, keepdims=True)
+        mean_size = np.abs(mean)
+        if x.dtype.name in SIXTEEN_BITS:  # the mean may come from a plain float32 sum
+            mean_size = mean_size + np.abs(wide).mean(axis=-1, keepdims=True) / 16
     centred = wide - mean
     rstd = 1 / np.sqrt((centred * centred).mean(axis=-1, keepdims=True) + job.eps)
     weight = 1 if job.weight is None else job.weight.astype(wide.dtype)
     bias = 0 if job.bias is None else job.bias.astype(wide.dtype)
     y = centred * rstd * weight + bias
-    scale = (np.abs(centred) + np.abs(mean)) * rstd * np.abs(weight) + np.abs(bias)
+    scale = (np.abs(centred) + mean_size) * rstd * np.abs(weight) + np.abs(bias)
     allowed = ERROR["float32" if single else "float64"] * scale
     if x.dtype.name in SIXTEEN_BITS:
         bits, smallest = SIXTEEN_BITS[x.dtype.name]
@@ -315,7 +410,7 @@ def _chunks(rows: np.ndarray) -> Iterator[slice]:
     return (slice(first, first + step) for first in range(0, len(rows), step))
 
 
-def _jobs(args: argparse.Namespace) -> Iterator[Job]:
+def _jobs(args: argparse.Namespace, on_gpu: bool) -> Iterator[Job]:
     eps = OPS[args.op][1] if args.eps is None else args.eps
     weight = None if args.weight is None else _load(args.weight, args.dtype)
     bias = None if args.bias is None else _load(args.bias, args.dtype)
@@ -333,12 +428,12 @@ def _jobs(args: argparse.Namespace) -> Iterator[Job]:
 
     if weight is not None or bias is not None:
         raise UsageError("--weight and --bias need an input FILE")
-    dtype = numpy_dtype(args.dtype or "bfloat16")
+    dtypes = [args.dtype] if args.dtype else ["bfloat16", "float16"] if on_gpu else ["bfloat16"]
     with np.load(SAMPLE) as sample:
         x = sample["x_bfloat16_bits"].view(numpy_dtype("bfloat16"))
         yield job(
             title="Real activations of SmolLM2-135M-Instruct, layer 22",
-            x=_cast(x, dtype),
+            x=_cast(x, numpy_dtype(dtypes[0])),
             weight=sample["weight"],
             eps=float(sample["eps"]) if args.eps is None else eps,
         )
@@ -346,28 +441,26 @@ def _jobs(args: argparse.Namespace) -> Iterator[Job]:
     x = random.standard_normal((4096, 4096), dtype=np.float32)
     x[:, ::509] *= 100  # a few channels of a language model are this much larger than the rest
     weight = (1 + 0.25 * random.standard_normal(4096)).astype(np.float32)
-    yield job(
-        title="Random input of a model's size",
-        x=_cast(x, dtype),
-        weight=_cast(weight, dtype),
-        eps=eps,
-    )
+    for dtype in map(numpy_dtype, dtypes):
+        yield job(
+            title="Random input of a model's size",
+            x=_cast(x, dtype),
+            weight=_cast(weight, dtype),
+            eps=eps,
+        )
 
 
 def _load(name: str, dtype: str | None) -> np.ndarray:
     """The array in FILE.npy or FILE.safetensors:NAME, with |V2 read as `dtype` says."""
+    parts = re.fullmatch(r"(.*?\.safetensors)(?::(.*))?", name, re.DOTALL)
     try:
-        if ".safetensors" in name:
-            return _load_safetensors(name)
-        with open(name, "rb") as file:
-            if file.read(6) != b"\x93NUMPY":
-                raise UsageError(f"{name} is neither a .npy nor a .safetensors file")
-            file.seek(0)
-            array: np.ndarray = np.load(file, allow_pickle=False)
-    except OSError as error:
-        raise UsageError(f"cannot read {name}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UsageError(f"cannot read {name}: {error}") from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # NumPy's about headers that are old or odd
+            array = _read_npy(name) if parts is None else _read_safetensors(*parts.groups(""))
+    except UsageError:
+        raise
+    except Exception as error:  # a damaged file makes its reader raise any kind
+        raise UsageError(f"cannot read {name}: {_reason(error)}") from error
     if array.dtype.str == "|V2":
         if dtype != "bfloat16":
             raise UsageError(
@@ -375,34 +468,51 @@ def _load(name: str, dtype: str | None) -> np.ndarray:
                 "if that is what they are, say --dtype bfloat16"
             )
         return array.view(numpy_dtype("bfloat16"))
-    if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
+    if array.dtype.name not in ROW_DTYPES and (
+        array.dtype.kind not in "biuf" or array.dtype.itemsize > 8
+    ):
         raise UsageError(f"{name} holds {array.dtype}, which cannot be normalised")
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
-def _load_safetensors(name: str) -> np.ndarray:
-    path, _, tensor = name.partition(".safetensors")
-    path, tensor = f"{path}.safetensors", tensor.removeprefix(":")
+def _read_npy(path: str) -> np.ndarray:
+    with open(path, "rb") as file:
+        if file.read(6) != b"\x93NUMPY":
+            raise UsageError(f"{path} is neither a .npy nor a .safetensors file")
+        file.seek(0)
+        array: np.ndarray = np.load(file, allow_pickle=False)
+    return array
+
+
+def _read_safetensors(path: str, tensor: str) -> np.ndarray:
     try:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import safe_open
     except ImportError as error:
         raise UsageError(
             "reading .safetensors files needs the package safetensors: pip install safetensors"
         ) from error
     numpy_dtype("bfloat16")  # registers the dtype that safetensors asks NumPy for by name
-    try:
-        with safe_open(path, framework="numpy") as file:
-            names = list(file.keys())
-            if not tensor and len(names) == 1:
-                tensor = names[0]
-            if tensor not in names:
-                listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-                asked = f"holds no tensor {tensor!r}" if tensor else "needs a name, FILE:NAME"
-                raise UsageError(f"{path} {asked}; it holds {listed}")
+    with safe_open(path, framework="numpy") as file:
+        names = list(file.keys())
+        if not tensor and len(names) == 1:
+            tensor = names[0]
+        if tensor not in names:
+            listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            asked = f"holds no tensor {tensor!r}" if tensor else "needs a name, FILE:NAME"
+            raise UsageError(f"{path} {asked}; it holds {listed}")
+        try:
             array: np.ndarray = file.get_tensor(tensor)
-    except SafetensorError as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
+        except AttributeError as error:  # NumPy has no float8, for one
+            raise UsageError(f"{path} holds {tensor} in a dtype that NumPy has not") from error
     return array
+
+
+def _reason(error: Exception) -> str:
+    """Why a file cannot be read, in one line."""
+    text = (getattr(error, "strerror", None) or str(error)).strip().split("\n")[0][:200]
+    if isinstance(error, (OSError, ValueError, MemoryError)):
+        return text
+    return f"not a valid file ({type(error).__name__}: {text})"
 
 
 def _save(path: str, array: np.ndarray) -> None:
