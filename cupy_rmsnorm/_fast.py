@@ -19,7 +19,6 @@ and stream alone, so both roads run the same kernel with the same arguments.
 from __future__ import annotations
 
 import ctypes
-import operator
 import struct
 import sys
 import threading
@@ -44,7 +43,8 @@ OPTIONS_LIMIT = 64
 ALIGNMENT = 16  # bytes: where every array begins
 
 # What the packed arguments of every forward kernel begin with: the addresses of y, residual_out,
-# mean, rstd, x, residual, weight and bias.
+# mean, rstd, x, residual, weight and bias. In a buffer the driver's list of one parameter, 8 bytes,
+# comes before them.
 _ADDRESSES = struct.Struct("@8Q")
 _POINTER = struct.Struct("@Q")
 
@@ -101,16 +101,16 @@ def _torch_library(torch: Any) -> Library:
 
 def _cupy_library(cupy: Any) -> Library:
     ndarray, cuda = cupy.ndarray, cupy.cuda
-    # `flags`, the public way, makes an object at each look.
-    is_contiguous = operator.attrgetter(
-        "_c_contiguous" if hasattr(ndarray, "_c_contiguous") else "flags.c_contiguous"
-    )
 
     def address(array: Any, device: int) -> int:
-        if type(array) is not ndarray or not is_contiguous(array):
+        if type(array) is not ndarray:
             return 0
+        try:
+            contiguous = array._c_contiguous
+        except AttributeError:  # then the public way, which makes an object at each look
+            contiguous = array.flags.c_contiguous
         data = array.data
-        return data.ptr if data.device_id == device else 0
+        return data.ptr if contiguous and data.device_id == device else 0
 
     return Library(
         input=address,
@@ -126,15 +126,15 @@ class Entry:
     """One launch, ready but for addresses and stream."""
 
     def __init__(self, library: Library, call: Forward, launched: Launched) -> None:
-        self._function = launched.function  # keeps the function behind `_handle` loaded
-        self._handle = launched.function.ptr
-        self._launch = launched.launch_kernel
-        self._grid = launched.grid
-        self._block = launched.block
-        self._shared_bytes = launched.shared_bytes
+        self.function = launched.function  # keeps the function behind `handle` loaded
+        self.handle = launched.function.ptr
+        self.launch = launched.launch_kernel
+        self.grid = launched.grid
+        self.block = launched.block
+        self.shared_bytes = launched.shared_bytes
         self._packed = launched.packed
         # A launch releases the GIL: each thread in one has a buffer of its own.
-        self._buffers: deque[tuple[Any, int]] = deque()
+        self.buffers: deque[tuple[Any, int]] = deque()
         self.y_dtype = library.dtype(call.y.dtype)
         self.residual_dtype = library.dtype(call.residual.dtype) if call.residual else None
         self._x_bytes = _nbytes(call.x)
@@ -176,39 +176,12 @@ class Entry:
             )
         return True
 
-    def launch(
-        self, stream: int, y: int, residual_out: int, x: int, residual: int, weight: int, bias: int
-    ) -> None:
-        """Enqueue the kernel."""
-        try:
-            held = self._buffers.pop()
-        except IndexError:
-            held = self._new_buffer()
-        buffer, address = held
-        _ADDRESSES.pack_into(
-            buffer, _POINTER.size, y, residual_out, 0, 0, x, residual, weight, bias
-        )
-        self._launch(
-            self._handle,
-            self._grid,
-            1,
-            1,
-            self._block,
-            1,
-            1,
-            self._shared_bytes,
-            stream,
-            address,
-            0,
-        )
-        self._buffers.append(held)
-
-    def _new_buffer(self) -> tuple[Any, int]:
+    def new_buffer(self) -> tuple[Any, int]:
         """The driver's list of one parameter, then that parameter: the struct of all arguments."""
-        buffer = ctypes.create_string_buffer(_POINTER.size + len(self._packed))
+        buffer = ctypes.create_string_buffer(8 + len(self._packed))
         address = ctypes.addressof(buffer)
-        _POINTER.pack_into(buffer, 0, address + _POINTER.size)
-        ctypes.memmove(address + _POINTER.size, self._packed, len(self._packed))
+        _POINTER.pack_into(buffer, 0, address + 8)
+        ctypes.memmove(address + 8, self._packed, len(self._packed))
         return buffer, address
 
 
@@ -339,9 +312,28 @@ def forward(
         residual_out_at = library.output(sums, device)
         if not residual_out_at:
             return None
-    entry.launch(
-        library.stream(device), y_at, residual_out_at, x_at, residual_at, weight_at, bias_at
+    try:
+        held = entry.buffers.pop()
+    except IndexError:
+        held = entry.new_buffer()
+    buffer, address = held
+    _ADDRESSES.pack_into(
+        buffer, 8, y_at, residual_out_at, 0, 0, x_at, residual_at, weight_at, bias_at
     )
+    entry.launch(
+        entry.handle,
+        entry.grid,
+        1,
+        1,
+        entry.block,
+        1,
+        1,
+        entry.shared_bytes,
+        library.stream(device),
+        address,
+        0,
+    )
+    entry.buffers.append(held)
     if library.written is not None:
         if out is not None:
             library.written(out)

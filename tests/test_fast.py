@@ -515,7 +515,7 @@ def test_threads(driver: Driver, library: Any) -> None:
         fields = _kernel._packer("norm_forward", "float32").unpack(launch.packed)
         assert addresses[fields[4]] == fields[0]
     (entry,) = (entry for kept in _fast._kept.values() for entry in kept.values())
-    assert 1 <= len(entry._buffers) <= threads
+    assert 1 <= len(entry.buffers) <= threads
 
 
 # On the emulator --------------------------------------------------------------------------------
