@@ -305,12 +305,12 @@ def forward(
     if out is None:
         y = library.empty_like(x, entry.y_dtype)
         y_at = library.output(y, device)
-        if not y_at:
+        if not y_at or y_at % ALIGNMENT:
             return None
     if residual is not None and residual_out is None:
         sums = library.empty_like(x, entry.residual_dtype)
         residual_out_at = library.output(sums, device)
-        if not residual_out_at:
+        if not residual_out_at or residual_out_at % ALIGNMENT:
             return None
     try:
         held = entry.buffers.pop()

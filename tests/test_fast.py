@@ -88,6 +88,7 @@ class CuPyLibrary:
         import cupy
 
         self.cupy = cupy
+        self.offset = 0  # of new memory, from a multiple of 512 bytes
         stream = SimpleNamespace(ptr=STREAM)
         for target, name, value in (
             (cupy.cuda, "get_current_stream", lambda device=-1: stream),
@@ -107,8 +108,8 @@ class CuPyLibrary:
         return space.empty(array.name, array.shape, array.dtype)
 
     def _allocate(self, size: int) -> Any:
-        values = np.zeros(size + 512, np.uint8)
-        start = -values.ctypes.data % 512
+        values = np.zeros(size + 1024, np.uint8)
+        start = -values.ctypes.data % 512 + self.offset
         memory = self.cupy.cuda.UnownedMemory(values.ctypes.data + start, max(size, 1), values, 0)
         return self.cupy.cuda.MemoryPointer(memory, 0)
 
@@ -460,6 +461,17 @@ def test_subclasses_and_tensors_without_memory(driver: Driver, torch_library: To
     with FakeTensorMode() as mode, pytest.raises(TypeError, match=r"memory of its own"):
         norms.rms_norm(mode.from_tensor(x))
     assert len(driver.launches) == 2
+
+
+def test_new_memory_that_is_not_aligned(driver: Driver) -> None:
+    pytest.importorskip("cupy")
+    with contextlib.ExitStack() as stack:
+        library = CuPyLibrary(stack)
+        x = library.empty((ROWS, HIDDEN_SIZE))
+        for offset in (0, 0, 8):
+            library.offset = offset
+            norms.add_rms_norm(x, x)
+    assert [launch.short for launch in driver.launches] == [False, True, False]
 
 
 # Many of them -----------------------------------------------------------------------------------
