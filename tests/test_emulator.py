@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import struct
 from dataclasses import dataclass, field
@@ -10,7 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from tests.emulator import build
+from cupy_rmsnorm import _source
+from tests import kernels
+from tests.emulator import build, mutate
 from tests.emulator.launch import (
     Function,
     KernelFault,
@@ -594,3 +597,20 @@ def test_launches_that_a_driver_refuses() -> None:
 def test_source_that_does_not_compile_says_where() -> None:
     with pytest.raises(build.CompileError, match=r"broken\.cu:2:\d+: error"):
         build.build('#line 1 "broken.cu"\n__global__ void broken(int a) {\nb = a; }', ("broken",))
+
+
+def test_recorded_mutants_are_killed_or_explained() -> None:
+    recorded = json.loads(mutate.RESULTS.read_text())["rows"]
+    verdicts = [row["verdict"] for row in recorded]
+    killed, survived = verdicts.count("killed"), verdicts.count("survived")
+    assert killed >= 0.9 * (killed + survived) > 0
+    assert all(row["why"] not in ("", "no row fails") for row in recorded)
+
+
+def test_a_mutant_is_made_and_killed() -> None:
+    text = (_source.directory() / "reduce.cuh").read_text("ascii")
+    mutant = next(m for m in mutate.mutants("reduce.cuh", text) if m.what == "wrong mask")
+    row = next(row for row in kernels.FORWARD if row.place == "packs_64")
+    verdict, why = mutate.run_one(mutant, [(row, 2)])
+    assert verdict == "killed"
+    assert "wrong mask" in why
