@@ -2,7 +2,7 @@
 """What NVRTC makes of the kernels, on a machine without a GPU: registers, spills, SASS.
 
 The modules come from `cupy.RawModule` as the library's do, with its options, headers and name
-mapping. `python -m tests.compiled` writes benchmarks/results/resources.json.
+mapping. `python -m tests.compiled [ARCH ...]` writes benchmarks/results/resources.json.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from collections import Counter
@@ -235,10 +236,13 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    """Write the whole table."""
-    lines = ",\n".join(json.dumps(entry) for entry in table())
-    meta = json.dumps(versions())
-    RESULTS.write_text(f'{{"meta": {meta},\n"rows": [\n{lines}\n]}}\n')
+    """Write the table, or renew the architectures that are named."""
+    archs = tuple(map(int, sys.argv[1:])) or ARCHS
+    kept = json.loads(RESULTS.read_text())["rows"] if archs != ARCHS else []
+    entries = [entry for entry in kept if entry["arch"] not in archs] + table(archs)
+    entries.sort(key=lambda entry: (entry["arch"], entry["kernel"]))
+    lines = ",\n".join(json.dumps(entry) for entry in entries)
+    RESULTS.write_text(f'{{"meta": {json.dumps(versions())},\n"rows": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":
