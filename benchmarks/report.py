@@ -59,6 +59,7 @@ class Results:
     def __init__(self, folder: Path = RESULTS) -> None:
         self.compare = _read(folder / "compare.json")
         self.backward = _read(folder / "backward.json")
+        self.demo = _read(folder / "demo.json")
 
     def races(self) -> dict[Shape, dict[str, Result]]:
         """Every plain race, by impl."""
@@ -101,6 +102,26 @@ def _races(results: Results, shapes: Iterable[Shape], label: Callable[[Shape], s
 
 
 # Blocks ----------------------------------------------------------------------------------------
+
+
+def block_demo(results: Results) -> str:
+    """What `cupy-rmsnorm demo --json` measured on a GPU; nothing before that."""
+    lines = [
+        [
+            f"`{shape.op}` {_place(shape)}",
+            f"{race['copy']['us']:.2f}",
+            f"{race['ours']['us']:.2f}",
+            f"**{race['ours']['ratio']:.2f}**",
+        ]
+        for shape, race in by_shape(results.demo.get("rows", [])).items()
+        if {"copy", "ours"} <= set(race)
+    ]
+    if not lines:
+        return ""
+    meta = results.demo["meta"]
+    table = _table(("", "copy, us", "this library, us", "of the copy's speed"), lines)
+    source = "[benchmarks/results/demo.json](benchmarks/results/demo.json)"
+    return f"{table}\n\n{meta['device']}, CuPy {meta['cupy']}, {meta['date']}; {source}."
 
 
 def block_meta(results: Results) -> str:
@@ -185,7 +206,9 @@ def fill(text: str, results: Results) -> str:
 
     def block(match: re.Match[str]) -> str:
         name = match[1]
-        return f"<!-- begin {name} -->\n\n{BLOCKS[name](results)}\n\n<!-- end {name} -->"
+        content = BLOCKS[name](results)
+        inside = f"\n\n{content}\n\n" if content else "\n"
+        return f"<!-- begin {name} -->{inside}<!-- end {name} -->"
 
     return re.sub(r"<!-- begin (\w+) -->\n.*?<!-- end \1 -->", block, text, flags=re.DOTALL)
 

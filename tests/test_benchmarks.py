@@ -526,6 +526,30 @@ def test_report_of_options_and_odd_sizes(results: report.Results) -> None:
     assert filled("meta", results) == ["Some GPU, CuPy 14.2.0, torch 2.11, QuACK 0.6.5, D."]
 
 
+def test_report_of_the_demo(tmp_path: Path) -> None:
+    small = Shape("rms_norm", "bfloat16", 36, 576)
+    half = Shape("rms_norm", "float16", 4096, 4096)
+    rows = rows_of(small, 1.5, ours=2.0) + rows_of(half, 18.0, ours=18.75)
+    meta = {"device": "Some GPU", "cupy": "14.2.0", "date": "D"}
+    (tmp_path / "demo.json").write_text(race.dumps({"meta": meta, "rows": rows}))
+    assert filled("demo", report.Results(tmp_path)) == [
+        "|  | copy, us | this library, us | of the copy's speed |",
+        "| --- | --- | --- | --- |",
+        "| `rms_norm` bf16 36 x 576 | 1.50 | 2.00 | **0.75** |",
+        "| `rms_norm` f16 4096 x 4096 | 18.00 | 18.75 | **0.96** |",
+        "",
+        "Some GPU, CuPy 14.2.0, D; [benchmarks/results/demo.json](benchmarks/results/demo.json).",
+    ]
+
+
+def test_a_demo_without_a_gpu_is_not_reported(tmp_path: Path) -> None:
+    rows = [{**row(SMALL, "ours", 900.0, 0.0), "ratio": None}]
+    meta = {"device": "CPU", "cupy": None, "date": "D"}
+    (tmp_path / "demo.json").write_text(race.dumps({"meta": meta, "rows": rows}))
+    text = "<!-- begin demo -->\n<!-- end demo -->"
+    assert report.fill(text, report.Results(tmp_path)) == text
+
+
 def test_report_is_stable(results: report.Results) -> None:
     text = "".join(f"<!-- begin {name} -->\n<!-- end {name} -->\n" for name in report.BLOCKS)
     once = report.fill(text, results)
@@ -535,8 +559,10 @@ def test_report_is_stable(results: report.Results) -> None:
 
 def test_report_without_results(tmp_path: Path) -> None:
     empty = report.Results(tmp_path)
-    for name in report.BLOCKS:
+    for name in set(report.BLOCKS) - {"demo"}:
         assert filled(name, empty) == [report.PENDING]
+    nothing = "<!-- begin demo -->\n<!-- end demo -->"
+    assert report.fill(nothing.replace("\n", "\nold\n"), empty) == nothing
 
 
 def test_plots_are_the_same_each_time(results: report.Results, tmp_path: Path) -> None:
@@ -549,4 +575,7 @@ def test_plots_are_the_same_each_time(results: report.Results, tmp_path: Path) -
 def test_the_readme_is_up_to_date() -> None:
     """`python -m benchmarks.report` has been run after the results changed."""
     text = (ROOT / "README.md").read_text()
+    marks = re.findall(r"^<!-- (begin|end) (\w+) -->$", text, re.MULTILINE)
+    assert marks[::2] == [("begin", name) for _, name in marks[1::2]]
+    assert sorted(name for _, name in marks[1::2]) == sorted(report.BLOCKS)
     assert report.fill(text, report.Results()) == text
