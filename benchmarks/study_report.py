@@ -204,6 +204,29 @@ def block_triton(results: Results) -> str:
     return _table(head, lines)
 
 
+def block_counters(results: Results) -> str:
+    """All that ncu counted; nothing where it could not."""
+    names = {
+        "load_sectors_per_request": ("sectors a load", ".1f"),
+        "store_sectors_per_request": ("a store", ".1f"),
+        "l1_hit_percent": ("L1 hits, %", ".0f"),
+        "shared_wavefronts": ("shared memory wavefronts", ".0f"),
+        "instructions": ("instructions of warps", ".0f"),
+        "dram_read_bytes": ("bytes read", ".3g"),
+        "dram_write_bytes": ("written", ".3g"),
+    }
+    lines = [
+        [
+            row["op"],
+            f"`{row['impl']}`",
+            *(f"{row[name]:{form}}" for name, (_, form) in names.items()),
+        ]
+        for row in results.counters
+    ]
+    head = ("op", "4096x4096", *(title for title, _ in names.values()))
+    return _table(head, lines) if lines else ""
+
+
 def block_plots(_: Results) -> str:
     """What `--plot docs/plots/study` drew."""
     files = sorted(PLOTS.glob("*.svg"))
