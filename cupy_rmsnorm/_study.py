@@ -212,10 +212,10 @@ def run(
     _compile(races, progress)
     report = Report(args.csv, args.json, numeric_claims())
     print(f"compiled in {time.monotonic() - begin:.0f} s")
+    report.left_out = [f"{race.case.name} {race.dtype}" for race in races]
     with progress("Study", len(races)) as bar:
-        for number, race in enumerate(races):
+        for race in races:
             if args.budget is not None and time.monotonic() - begin > args.budget:
-                report.left_out = [f"{race.case.name} {race.dtype}" for race in races[number:]]
                 break
             report.add(_print_rows(race, race.run(args.show_all)))
             _free_memory()  # the next race has other sizes
@@ -701,8 +701,9 @@ class Report:
         self._meta = _meta()
 
     def add(self, rows: list[Row]) -> None:
-        """One more case."""
+        """The rows of the first case that was left out so far."""
         self.table += rows
+        self.left_out = self.left_out[1:]
         self.write()
 
     def write(self) -> None:

@@ -568,9 +568,11 @@ def test_files_of_results(tmp_path: Path) -> None:
     table[1].values = (0.5, math.nan)
     with mock.patch.object(_study, "_meta", return_value={"device": "none"}):
         report = _study.Report(tmp_path / "s.csv", tmp_path / "new" / "s.json", [{"claim": "eps"}])
+    report.left_out = ["4096x512 float16", "4096x1024 float16", "8192x8192 float32"]
     report.add(table[:1])
-    assert len(json.loads((tmp_path / "new" / "s.json").read_text())["rows"]) == 1
-    report.left_out = ["8192x8192 float32"]
+    written = json.loads((tmp_path / "new" / "s.json").read_text())
+    assert len(written["rows"]) == 1
+    assert written["meta"]["left_out"] == ["4096x1024 float16", "8192x8192 float32"]
     report.add(table[1:])
     written = json.loads((tmp_path / "new" / "s.json").read_text())
     assert written["meta"] == {"device": "none", "left_out": ["8192x8192 float32"]}
