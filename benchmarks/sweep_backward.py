@@ -74,65 +74,58 @@ def candidate_plans(kind: BackwardKind, hidden_size: int) -> list[Plan]:
     plans = []
     for cluster_size in (1, 2, 4, 8):
         share = -(-packs // cluster_size)
-        if cluster_size > 1 and share * vec_size < 4096:
+        if cluster_size > 1 and (hidden_size <= 8192 or share * vec_size < 4096):
             continue
-        for vecs in (1, 2, 4, 8):
+        for vecs in (1, 2, 4):
             threads = -(-share // vecs)
             threads = -(-threads // 32) * 32 if threads > 32 else 1 << (threads - 1).bit_length()
             words = vecs * vec_size * (2 if kind.dbias else 1)
-            if threads > 1024 or threads < 8 or vecs * vec_size > 32 or words > 64:
+            if threads > 1024 or threads < 8 or words > 64:
                 continue
             if threads * vecs * vec_size * cluster_size > 1.2 * hidden_size:
                 continue
             if threads * (words + vecs * vec_size * 3 // 2 + 36) > 65536:
                 continue
-            if cluster_size > 1 and threads < 128:
+            if threads < 256 and (cluster_size > 1 or hidden_size > 4096):
                 continue
             plans.append(Plan("norm_backward", vec_size, vecs, threads, cluster_size))
     return plans
 
 
 def candidate_launches(
-    plan: Plan, kind: BackwardKind, rows: int, part_bytes: int, sm_count: int
+    plan: Plan, kind: BackwardKind, rows: int, sm_count: int
 ) -> list[BackwardLaunch]:
+    """Launches of one and two blocks an SM, shallow and deep rings, both ways to fill them."""
     launches = []
-    threads = plan.threads_per_row
-    limit = _plan.shared_limit(90)
-    for block in (128, 256, 512, 1024):
-        rows_per_block = max(1, block // threads)
-        if plan.cluster_size > 1:
-            rows_per_block = 1
-        size = rows_per_block * threads
-        if launches and size == launches[-1].block:
+    threads, limit = plan.threads_per_row, _plan_backward.ring_limit(90)
+    short = threads <= _plan.WARP
+    for block in (128, 256) if short else (threads, 2 * threads):
+        rows_per_block = block // threads
+        if block > 1024 or (rows_per_block > 1 and (plan.cluster_size > 1 or block > 512)):
             continue
-        stage_bytes = size * plan.vecs_per_thread * plan.vec_size * kind.staged_itemsize
-        for blocks_per_sm in (1, 2):
-            if size * blocks_per_sm > 1024 or (size * blocks_per_sm < 256 and rows > 1024):
+        stage_bytes = block * plan.vecs_per_thread * plan.vec_size * kind.staged_itemsize
+        for blocks_per_sm in (2,) if short else (1, 2):
+            if block * blocks_per_sm > 1024 or (block * blocks_per_sm < 256 and not short):
                 continue
             fitting = limit // (stage_bytes * blocks_per_sm)
-            for stages in sorted({2, max(2, min(4, fitting))}):
-                if stages * stage_bytes * blocks_per_sm > limit:
+            units = blocks_per_sm * sm_count // plan.cluster_size
+            if plan.cluster_size > 2:
+                units -= units % _plan_backward.GPU_PARTS
+            parts = min(-(-rows // rows_per_block), units)
+            for stages in sorted({2, 3, 4} if fitting < 4 else {2, 4}):
+                if stages > fitting or (short and stages == 4 and block == 256):
                     continue
-                if rows > 1024 and stages * stage_bytes * blocks_per_sm < 32 * 1024:
-                    continue
-                units = blocks_per_sm * sm_count // plan.cluster_size
-                if plan.cluster_size > 2:
-                    units -= units % _plan_backward.GPU_PARTS
-                groups = -(-rows // rows_per_block)
-                for last in (False, True) if rows * part_bytes < 2**24 else (False,):
-                    parts = min(groups, units)
-                    if last and parts * part_bytes > 2**20:
-                        continue
+                for bulk in (True, False) if short or stages == 2 else (True,):
                     launches.append(
                         BackwardLaunch(
                             "norm_backward",
                             grid=parts * plan.cluster_size,
-                            block=size,
-                            shared_bytes=stages * stage_bytes,
+                            block=block,
+                            shared_bytes=_plan_backward._asked(stages * stage_bytes),
                             rows_per_block=rows_per_block,
                             stages=stages,
                             parts=parts,
-                            last_block_sums=last,
+                            bulk=bulk,
                         )
                     )
     return launches
@@ -257,7 +250,8 @@ def sweep(op: str, dtype: str, rows: int, hidden_size: int, rounds: int) -> list
     pairs = [
         (plan, launch)
         for plan in candidate_plans(kind, hidden_size)
-        for launch in candidate_launches(plan, kind, rows, part_bytes, properties.sm_count)
+        if rows > 1024  # else norm_backward_few, below
+        for launch in candidate_launches(plan, kind, rows, properties.sm_count)
     ]
     chosen = _plan_backward.choose_backward_plan(
         hidden_size, kind.x, kind.staged_itemsize, properties.arch
@@ -265,7 +259,7 @@ def sweep(op: str, dtype: str, rows: int, hidden_size: int, rounds: int) -> list
     chosen_launch = _plan_backward.choose_backward_launch(
         chosen, rows, 1, kind.staged_itemsize, part_bytes, properties.arch, properties.sm_count
     )
-    for plan in dict.fromkeys(plan for plan, _ in pairs):
+    for plan in dict.fromkeys([chosen, *candidate_plans(kind, hidden_size)]):
         few = _plan_backward.choose_few_launch(
             plan, hidden_size, rows, kind.staged_itemsize, properties.arch, properties.sm_count
         )
@@ -359,7 +353,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="substring of 'op dtype rowsxhidden_size'")
-    parser.add_argument("--seconds", type=float, default=240, help="begin no shape after so long")
+    parser.add_argument("--seconds", type=float, default=75, help="begin no shape after so long")
     options = parser.parse_args()
     path = options.json
     if path is None and "OUT" in os.environ:
@@ -387,7 +381,7 @@ def main() -> None:
                 f"   {row['us']:8.2f} us {row['ratio']:.3f} {row['kernel']} "
                 f"{row['threads_per_row']}x{row['vecs_per_thread']} cluster {row['cluster_size']} "
                 f"rows {row['rows_per_block']} stages {row['stages']} parts {row['parts']} "
-                f"last {row['last_block_sums']}{' CHOSEN' if row['chosen'] else ''}",
+                f"{'bulk' if row['bulk'] else 'copies'}{' CHOSEN' if row['chosen'] else ''}",
                 flush=True,
             )
         if path:

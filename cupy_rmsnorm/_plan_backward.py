@@ -22,21 +22,24 @@ CLUSTER_SIZES = (1, 2, 4, 8)
 # Clusters lie within a part of the GPU that has 16 to 20 SMs; what is left there stays idle. A grid
 # of more clusters than run at once would take twice as long.
 GPU_PARTS = 8
-# Rows share a block until it has this many threads: more where a row lies within a warp, because
-# then no row waits for another.
+# Rows share a block until it has this many threads: fewer where a row lies within a warp. A ring of
+# rows keeps an SM busy with few threads.
 BLOCK_THREADS = 256
-WARP_ROWS_BLOCK_THREADS = 512
-THREADS_PER_SM = 256  # a ring of rows keeps an SM busy with few threads
+WARP_ROWS_BLOCK_THREADS = 128
+THREADS_PER_SM = 256
 MAX_BLOCKS_PER_SM = 2  # bounds the workspace: parts of dweight are 2 * SMs at most
 MAX_STAGES = 4
-# Shared memory for statistics on their way and for the reduction's slots, beyond `_plan`'s reserve.
+# Two stages, or as many as these bytes of an SM hold: with more on its way memory slows down.
+RING_BYTES = 64 * 1024
+WARP_ROWS_RING_BYTES = 32 * 1024
+# Shared memory for the reduction's slots, beyond `_plan`'s reserve.
 EXTRA_RESERVE = 1024
-STATISTICS_BYTES = 16  # mean and rstd of a row on its way
-# With the statistics of many short rows a block may exceed the 48 KB that it has unasked though the
+MBARRIER_BYTES = 8  # of a row on its way
+# With the mbarriers of many short rows a block may exceed the 48 KB that it has unasked though the
 # ring alone does not. From the first number of bytes on it takes the second, for which it must ask.
 ASK_FROM, ASKED = 31 * 1024, 47 * 1024 + 16
 # Up to this many bytes of parts the last block sums them, else a launch of its own.
-LAST_BLOCK_BYTES = 256 * 1024
+LAST_BLOCK_BYTES = 64 * 1024
 # Up to so many rows an SM, blocks beside those of dx sum dweight and dbias from x and dout.
 FEW_ROWS_PER_SM = 2
 FEW_COLUMN_PACKS = 8  # packs of columns a block: 128 bytes of 16-bit rows
@@ -112,8 +115,7 @@ def choose_backward_launch(
     aim = WARP_ROWS_BLOCK_THREADS if threads <= WARP else BLOCK_THREADS
     rows_per_block = max(1, aim // threads) if plan.cluster_size == 1 else 1
     row_bytes = threads * plan.vecs_per_thread * plan.vec_size * staged_itemsize
-    # A row's statistics lie beside the ring, once a warp.
-    room = row_bytes + STATISTICS_BYTES * -(-threads // WARP)
+    room = row_bytes + MBARRIER_BYTES
     while rows_per_block * threads > WARP and rows_per_block > 1:
         blocks = -(-positions // rows_per_block) * heads
         if blocks >= sm_count and rows_per_block * room <= ring_limit(arch):
@@ -128,7 +130,9 @@ def choose_backward_launch(
     # Without asynchronous copies a row that is on its way holds up the one that is there.
     most = MAX_STAGES if arch >= 80 else 1
     fitting = ring_limit(arch) // blocks_per_sm // (rows_per_block * room)
-    stages = max(1, min(most, fitting))
+    ring_bytes = WARP_ROWS_RING_BYTES if threads <= WARP else RING_BYTES
+    enough = max(2, ring_bytes // blocks_per_sm // (rows_per_block * row_bytes))
+    stages = max(1, min(most, fitting, enough))
     grid = parts * heads * plan.cluster_size
     assert grid <= MAX_GRID
     return BackwardLaunch(

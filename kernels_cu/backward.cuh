@@ -13,13 +13,14 @@
 
 // Outputs first, then inputs, sizes, scalars. DX, DW, DB: outputs, Absent where not wanted; D, X:
 // dout and x; R: dresidual_out or Absent; W: weight or Constant; V: the type of valid_rows.
-// Rows come in order of heads (row = position * heads + head); heads is 1 for a shared weight.
+// Rows come in order of heads (row = position * heads + head); heads is 1 for a shared weight, and
+// above 1 only where rows are split.
 template <typename DX, typename DW, typename DB, typename D, typename X, typename R, typename W,
           typename V>
 struct BackwardArguments {
     using A = typename Accumulation<X>::type;
     DX* dx;
-    X* dresidual;  // a second copy of dx, null where not wanted
+    X* dresidual;  // a second copy of dx in another type, null where not wanted
     DW* dweight;   // (heads, hidden_size), as dbias
     DB* dbias;
     A* dweight_parts;  // (parts, heads, hidden_size)
@@ -51,6 +52,10 @@ struct BackwardArguments {
     A weight_constant;
 };
 
+// Of one type dx and dresidual are one array.
+template <typename DX, typename X>
+inline constexpr bool has_dresidual = is_array<DX> && !is_same<DX, X>;
+
 // Places in the arrays of rows: an element of one row.
 template <typename DX, typename D, typename X, typename R>
 struct BackwardRow {
@@ -75,7 +80,7 @@ __device__ __forceinline__ BackwardRow<DX, D, X, R> backward_row(
     BackwardRow<DX, D, X, R> at = {};
     if constexpr (is_array<DX>) {
         at.dx = arguments.dx + offset(arguments.dx_strides);
-        if (arguments.dresidual != nullptr) {
+        if (has_dresidual<DX, X> && arguments.dresidual != nullptr) {
             at.dresidual = arguments.dresidual + offset(arguments.dresidual_strides);
         }
     }
@@ -99,10 +104,12 @@ enum Copy {
 template <typename DB, typename X, typename D, typename R, typename W>
 __host__ __device__ constexpr bool is_held(int elements, int threads) {
     const int accumulation = static_cast<int>(sizeof(typename Accumulation<X>::type));
-    const int staged =
-        static_cast<int>(sizeof(X) + sizeof(D) + sizeof(W)) + (is_array<R> ? sizeof(R) : 0);
-    if (elements * accumulation <= 64) return elements * staged <= 192;
-    const int registers = elements * (accumulation * (is_array<DB> ? 2 : 1) + staged) / 4;
+    const int staged = static_cast<int>(sizeof(X) + sizeof(D)) + (is_array<R> ? sizeof(R) : 0);
+    if (elements * accumulation <= 64) {
+        return elements * (staged + static_cast<int>(sizeof(W))) <= 192;
+    }
+    // Longer rows where it is certain: the weight comes to be held in the accumulation type.
+    const int registers = elements * (accumulation * (is_array<DB> ? 3 : 2) + staged) / 4;
     return registers + 40 <= 64 * 1024 / threads && registers <= 208;
 }
 
@@ -131,13 +138,30 @@ __device__ __forceinline__ void bring_pack(Pack<T, VEC_SIZE>* shared, const T* s
     }
 }
 
+// The pack's values in the accumulation type. Neighbours of bfloat16 come out of their common word
+// by one instruction each; the compiler would take two for the second.
+template <typename A, typename T, int VEC_SIZE>
+__device__ __forceinline__ void widen(A (&values)[VEC_SIZE], const Pack<T, VEC_SIZE>& pack) {
+    if constexpr (is_same<T, __nv_bfloat16> && VEC_SIZE % 2 == 0) {
+        const unsigned* const words = reinterpret_cast<const unsigned*>(pack.data);
+#pragma unroll
+        for (int i = 0; i < VEC_SIZE / 2; ++i) {
+            values[2 * i] = __uint_as_float(words[i] << 16);
+            values[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+        }
+    } else if constexpr (is_array<T>) {
+#pragma unroll
+        for (int i = 0; i < VEC_SIZE; ++i) values[i] = to_float(pack.data[i]);
+    }
+}
+
 template <bool ALIGNED, typename A, typename DX, typename D, typename X, typename R, int VEC_SIZE>
 __device__ __forceinline__ void store_dx(const BackwardRow<DX, D, X, R>& at, long long element,
                                          const A (&values)[VEC_SIZE]) {
     Pack<DX, VEC_SIZE> dx;
     round_pack(dx, values);
     store_pack<ALIGNED>(at.dx + element, dx);
-    if (at.dresidual != nullptr) {
+    if (has_dresidual<DX, X> && at.dresidual != nullptr) {
         Pack<X, VEC_SIZE> dresidual;
         round_pack(dresidual, values);
         store_pack<ALIGNED>(at.dresidual + element, dresidual);
@@ -152,14 +176,16 @@ struct Gradient {
     A mean_g;
     A mean_g_xhat;
 
-    __device__ __forceinline__ A centered(X x) const {
-        return NORM == LAYER ? sub_rn(to_float(x), mean) : to_float(x);
-    }
-    __device__ __forceinline__ A xhat(X x) const { return mul_rn(centered(x), rstd); }
+    __device__ __forceinline__ A centered(A x) const { return NORM == LAYER ? sub_rn(x, mean) : x; }
+    __device__ __forceinline__ A xhat(A x) const { return mul_rn(centered(x), rstd); }
 
+    // ADDED: there is a dresidual_out.
+    template <bool ADDED>
     __device__ __forceinline__ A dx(A g, A xhat, A dresidual_out) const {
-        if constexpr (NORM == LAYER) g = sub_rn(g, mean_g);
-        return fma_rn(rstd, fma_rn(-xhat, mean_g_xhat, g), dresidual_out);
+        const A projected = fma_rn(-xhat, mean_g_xhat, g);
+        if constexpr (NORM == RMS) return fma_rn(rstd, projected, dresidual_out);
+        const A dx = fma_rn(rstd, projected, -mul_rn(rstd, mean_g));
+        return ADDED ? add_rn(dx, dresidual_out) : dx;
     }
 
     __device__ __forceinline__ A add_dweight(A dweight, A dout, A xhat) const {
@@ -202,17 +228,16 @@ __device__ __forceinline__ void add_column_terms(
 #pragma unroll
     for (int i = 0; i < VEC_SIZE; ++i) {
         const A arriving = to_float(dout.data[i]);
-        dweight[i] = gradient.add_dweight(dweight[i], arriving, gradient.xhat(x.data[i]));
+        dweight[i] = gradient.add_dweight(dweight[i], arriving, gradient.xhat(to_float(x.data[i])));
         dbias[i] += arriving;
     }
 }
 
-// Sums COUNT values at once over the THREADS_PER_ROW threads of a row and over the blocks of the
-// cluster, by one barrier each. Slots may be used again only after another barrier of the block
-// (of the cluster); `slots` needs COUNT * row_reduce_slots places, `cluster_slots` COUNT *
-// CLUSTER_SIZE.
-template <int THREADS_PER_ROW, int CLUSTER_SIZE, typename A, int COUNT>
-__device__ __forceinline__ void reduce_sums(A (&values)[COUNT], A* slots, A* cluster_slots) {
+// Sums COUNT values at once over the THREADS_PER_ROW threads of a row by one barrier. `slots`,
+// COUNT
+// * row_reduce_slots places, may be used again only after another barrier of the block.
+template <int THREADS_PER_ROW, typename A, int COUNT>
+__device__ __forceinline__ void reduce_row_sums(A (&values)[COUNT], A* slots) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
         values[i] = warp_reduce_sum<(THREADS_PER_ROW < 32 ? THREADS_PER_ROW : 32)>(values[i]);
@@ -234,6 +259,25 @@ __device__ __forceinline__ void reduce_sums(A (&values)[COUNT], A* slots, A* clu
             values[i] = warp_reduce_sum<WIDTH>(slot < WARPS ? row_slots[slot * COUNT + i] : A(0));
         }
     }
+}
+
+template <int CLUSTER_SIZE, typename A, int COUNT>
+__device__ __forceinline__ void add_cluster_sums(A (&values)[COUNT], const A* cluster_slots) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        values[i] = cluster_slots[i];
+#pragma unroll
+        for (int rank = 1; rank < CLUSTER_SIZE; ++rank) {
+            values[i] += cluster_slots[rank * COUNT + i];
+        }
+    }
+}
+
+// The same over the blocks of the cluster too, by another barrier of the cluster; `cluster_slots`,
+// COUNT * CLUSTER_SIZE places, may be used again only after one more.
+template <int THREADS_PER_ROW, int CLUSTER_SIZE, typename A, int COUNT>
+__device__ __forceinline__ void reduce_sums(A (&values)[COUNT], A* slots, A* cluster_slots) {
+    reduce_row_sums<THREADS_PER_ROW>(values, slots);
     if constexpr (CLUSTER_SIZE > 1) {
         if (threadIdx.x < CLUSTER_SIZE) {
             A* const own = cluster_slots + cluster_rank() * COUNT;
@@ -241,14 +285,30 @@ __device__ __forceinline__ void reduce_sums(A (&values)[COUNT], A* slots, A* clu
             for (int i = 0; i < COUNT; ++i) cluster_store(own + i, threadIdx.x, values[i]);
         }
         cluster_barrier();  // every block's sums have arrived in every block
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            values[i] = cluster_slots[i];
-#pragma unroll
-            for (int rank = 1; rank < CLUSTER_SIZE; ++rank) {
-                values[i] += cluster_slots[rank * COUNT + i];
-            }
+        add_cluster_sums<CLUSTER_SIZE>(values, cluster_slots);
+    }
+}
+
+// The same in kernels that store a row before they sum the next: a barrier of the cluster would
+// wait for those stores. Instead each block waits at its mbarrier, of one arrival a phase, for the
+// sums that the others send. Both slots and mbarrier may be used again in the next reduction but
+// one: a block sends its sums of the next only when all its threads have read these.
+template <int THREADS_PER_ROW, int CLUSTER_SIZE, typename A, int COUNT>
+__device__ __forceinline__ void reduce_sums(A (&values)[COUNT], A* slots, A* cluster_slots,
+                                            unsigned long long* barrier, int phase) {
+    static_assert(CLUSTER_SIZE == 1 || THREADS_PER_ROW > 32, "the row's barrier guards the slots");
+    reduce_row_sums<THREADS_PER_ROW>(values, slots);
+    if constexpr (CLUSTER_SIZE > 1) {
+        if (threadIdx.x == 0) {
+            mbarrier_arrive_expect(barrier, CLUSTER_SIZE * COUNT * static_cast<int>(sizeof(A)));
         }
+        if (threadIdx.x < CLUSTER_SIZE) {
+            A* const own = cluster_slots + cluster_rank() * COUNT;
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) cluster_send(own + i, threadIdx.x, values[i], barrier);
+        }
+        mbarrier_wait(barrier, phase);
+        add_cluster_sums<CLUSTER_SIZE>(values, cluster_slots);
     }
 }
 

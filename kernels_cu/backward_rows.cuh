@@ -44,14 +44,17 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
     __shared__ A slots[2][SUMS > 0 ? SUMS * SLOTS : 1];
     __shared__ A cluster_mean_slots[2][CLUSTER_SIZE];
     __shared__ A cluster_slots[2][SUMS > 0 ? SUMS * CLUSTER_SIZE : 1];
+    __shared__ unsigned long long mean_sent[2];
+    __shared__ unsigned long long sums_sent[2];
 
     const int rank = CLUSTER_SIZE == 1 ? 0 : static_cast<int>(cluster_rank());
     const int thread = threadIdx.x % THREADS_PER_ROW;
     const int row_in_block = threadIdx.x / THREADS_PER_ROW;
     const long long unit = blockIdx.x / CLUSTER_SIZE;
-    const long long head = unit % arguments.heads;
-    const long long part = unit / arguments.heads;
-    const long long positions = arguments.rows / arguments.heads;
+    const long long heads = SPLIT_ROWS ? arguments.heads : 1;
+    const long long head = SPLIT_ROWS ? unit % heads : 0;
+    const long long part = SPLIT_ROWS ? unit / heads : unit;
+    const long long positions = SPLIT_ROWS ? arguments.rows / heads : arguments.rows;
     const long long step = arguments.parts * ROWS_PER_BLOCK;
     const int packs = static_cast<int>(arguments.hidden_size / VEC_SIZE);
     const int share = (packs + CLUSTER_SIZE - 1) / CLUSTER_SIZE;
@@ -64,7 +67,7 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
     // Where this thread's packs begin in a row, and how far they lie apart.
     const int first_element = (begin + thread) * VEC_SIZE;
     constexpr int APART = THREADS_PER_ROW * VEC_SIZE;
-    const auto row_of = [=](long long position) { return position * arguments.heads + head; };
+    const auto row_of = [=](long long position) { return position * heads + head; };
     const auto is_computed = [&](long long position) {
         if (MASK == ALL_ROWS) return position < positions;
         return position < positions && row_is_computed<MASK>(arguments, row_of(position));
@@ -166,12 +169,20 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
         }
     }
     if constexpr (CLUSTER_SIZE > 1) {
-        cluster_barrier();  // every block of the cluster runs, so its slots may be written
+        if (threadIdx.x == 0) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                mbarrier_init(&mean_sent[i], 1);
+                mbarrier_init(&sums_sent[i], 1);
+            }
+        }
+        cluster_barrier();  // every block of the cluster runs, so sums may be sent to it
     }
 
     int stage = 0;
     int parity = 0;
-    int phase = 0;  // of the ring's mbarriers
+    int phase = 0;          // of the ring's mbarriers
+    int cluster_phase = 0;  // of those for sums of the cluster
     for (long long first = part * ROWS_PER_BLOCK; first < positions; first += step) {
         const long long position = first + row_in_block;
         // The loop holds as much for a block of one row.
@@ -221,14 +232,16 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
             for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
                 if (!takes(vec)) continue;
                 if constexpr (!HELD) load_staged(vec);
-                const Pack<X, VEC_SIZE>& x = held_x[HELD ? vec : 0];
-                A of_pack = to_float(x.data[0]);
+                A x[VEC_SIZE];
+                widen(x, held_x[HELD ? vec : 0]);
+                A of_pack = x[0];
 #pragma unroll
-                for (int i = 1; i < VEC_SIZE; ++i) of_pack += to_float(x.data[i]);
+                for (int i = 1; i < VEC_SIZE; ++i) of_pack += x[i];
                 sum[0] += of_pack;
             }
             reduce_sums<THREADS_PER_ROW, CLUSTER_SIZE>(sum, mean_slots[parity],
-                                                       cluster_mean_slots[parity]);
+                                                       cluster_mean_slots[parity],
+                                                       &mean_sent[parity], cluster_phase);
             gradient.mean = sum[0] / count;
         }
 
@@ -239,14 +252,19 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
                 if (!takes(vec)) continue;
                 if constexpr (!HELD) load_staged(vec);
                 const int at = HELD ? vec : 0;
+                A x[VEC_SIZE];
+                A dout[VEC_SIZE];
+                widen(x, held_x[at]);
+                widen(dout, held_dout[at]);
 #pragma unroll
                 for (int i = 0; i < VEC_SIZE; ++i) {
-                    const A x = gradient.centered(held_x[at].data[i]);
-                    if constexpr (!GIVEN_RSTD) sums[SQUARES] = fma_rn(x, x, sums[SQUARES]);
+                    const A centered = gradient.centered(x[i]);
+                    if constexpr (!GIVEN_RSTD) {
+                        sums[SQUARES] = fma_rn(centered, centered, sums[SQUARES]);
+                    }
                     if constexpr (WANT_DX) {
-                        const A g = mul_rn(to_float(held_dout[at].data[i]),
-                                           factor(held_weight[at].data[i]));
-                        sums[0] = fma_rn(g, x, sums[0]);
+                        const A g = mul_rn(dout[i], factor(held_weight[at].data[i]));
+                        sums[0] = fma_rn(g, centered, sums[0]);
                         if constexpr (NORM == LAYER) sums[G] += g;
                     }
                 }
@@ -257,7 +275,8 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
             bring_row(stage, position + STAGES * step);
         }
         if constexpr (SUMS > 0) {
-            reduce_sums<THREADS_PER_ROW, CLUSTER_SIZE>(sums, slots[parity], cluster_slots[parity]);
+            reduce_sums<THREADS_PER_ROW, CLUSTER_SIZE>(sums, slots[parity], cluster_slots[parity],
+                                                       &sums_sent[parity], cluster_phase);
             if constexpr (BEHIND_SUMS && HELD) bring_row(stage, position + STAGES * step);
             if constexpr (BEHIND_SUMS && !HELD) {
                 // No thread reads the row before this one any more.
@@ -283,23 +302,24 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
             if (!takes(vec)) continue;
             if constexpr (!HELD) load_staged(vec);
             const int held = HELD ? vec : 0;
+            A x[VEC_SIZE];
+            A dout[VEC_SIZE];
+            A dresidual_out[VEC_SIZE] = {};
             A dx[VEC_SIZE];
+            widen(x, held_x[held]);
+            widen(dout, held_dout[held]);
+            if constexpr (WANT_DX) widen(dresidual_out, held_dresidual_out[held]);
 #pragma unroll
             for (int i = 0; i < VEC_SIZE; ++i) {
-                const A xhat = gradient.xhat(held_x[held].data[i]);
-                const A dout = to_float(held_dout[held].data[i]);
+                const A xhat = gradient.xhat(x[i]);
                 if constexpr (WANT_DX) {
-                    A dresidual_out = A(0);
-                    if constexpr (is_array<R>) {
-                        dresidual_out = to_float(held_dresidual_out[held].data[i]);
-                    }
-                    const A g = mul_rn(dout, factor(held_weight[held].data[i]));
-                    dx[i] = gradient.dx(g, xhat, dresidual_out);
+                    const A g = mul_rn(dout[i], factor(held_weight[held].data[i]));
+                    dx[i] = gradient.template dx<is_array<R>>(g, xhat, dresidual_out[i]);
                 }
                 if constexpr (is_array<DW>) {
-                    dweight[vec][i] = gradient.add_dweight(dweight[vec][i], dout, xhat);
+                    dweight[vec][i] = gradient.add_dweight(dweight[vec][i], dout[i], xhat);
                 }
-                if constexpr (is_array<DB>) dbias[vec][i] += dout;
+                if constexpr (is_array<DB>) dbias[vec][i] += dout[i];
             }
             if constexpr (WANT_DX) {
                 if (computed) store_dx<ALIGNED>(at, vec * APART, dx);
@@ -321,6 +341,7 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
         if constexpr (STAGES == 0) break;
         stage = stage + 1 == RING ? 0 : stage + 1;
         if (stage == 0) phase ^= 1;
+        cluster_phase ^= parity;
         parity ^= 1;
     }
     if constexpr (COPY == ASYNC) copy_async_wait<0>();

@@ -72,7 +72,7 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
             A of_pack = A(0);
 #pragma unroll
             for (int i = 0; i < VEC_SIZE; ++i) {
-                const A centered = gradient.centered(x.data[i]);
+                const A centered = gradient.centered(to_float(x.data[i]));
                 of_pack = fma_rn(centered, centered, of_pack);
             }
             sum.add(of_pack);
@@ -108,7 +108,8 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
 #pragma unroll
             for (int i = 0; i < VEC_SIZE; ++i) {
                 const A g = mul_rn(to_float(dout.data[i]), factor(weight.data[i]));
-                projection_of_pack = fma_rn(g, gradient.centered(x.data[i]), projection_of_pack);
+                const A centered = gradient.centered(to_float(x.data[i]));
+                projection_of_pack = fma_rn(g, centered, projection_of_pack);
                 g_of_pack += g;
             }
             projection.add(projection_of_pack);
@@ -139,7 +140,8 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
                 A arriving = A(0);
                 if constexpr (is_array<R>) arriving = to_float(dresidual_out.data[i]);
                 const A g = mul_rn(to_float(dout.data[i]), factor(weight.data[i]));
-                dx[i] = gradient.dx(g, gradient.xhat(x.data[i]), arriving);
+                const A xhat = gradient.xhat(to_float(x.data[i]));
+                dx[i] = gradient.template dx<is_array<R>>(g, xhat, arriving);
             }
             store_dx<ALIGNED>(at, pack * VEC_SIZE, dx);
         }

@@ -207,6 +207,50 @@ __device__ __forceinline__ void cluster_store(double* shared, unsigned rank, dou
 #endif
 }
 
+// The same, and tells the mbarrier at the place of `barrier` in that block that the bytes have
+// come: unlike a barrier of the cluster it waits for none of this thread's stores to global memory.
+__device__ __forceinline__ void cluster_send(float* shared, unsigned rank, float value,
+                                             unsigned long long* barrier) {
+#if defined(__CUDACC__)
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    const unsigned barrier_address = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
+    asm volatile(
+        "{\n"
+        ".reg .u32 remote, remote_barrier;\n"
+        "mapa.shared::cluster.u32 remote, %0, %2;\n"
+        "mapa.shared::cluster.u32 remote_barrier, %1, %2;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [remote], %3, "
+        "[remote_barrier];\n"
+        "}" ::"r"(address),
+        "r"(barrier_address), "r"(rank), "f"(value)
+        : "memory");
+#else
+    emulator_cluster_send(emulator_cluster_map(shared, rank), &value, sizeof(value),
+                          emulator_cluster_map(barrier, rank));
+#endif
+}
+
+__device__ __forceinline__ void cluster_send(double* shared, unsigned rank, double value,
+                                             unsigned long long* barrier) {
+#if defined(__CUDACC__)
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    const unsigned barrier_address = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
+    asm volatile(
+        "{\n"
+        ".reg .u32 remote, remote_barrier;\n"
+        "mapa.shared::cluster.u32 remote, %0, %2;\n"
+        "mapa.shared::cluster.u32 remote_barrier, %1, %2;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f64 [remote], %3, "
+        "[remote_barrier];\n"
+        "}" ::"r"(address),
+        "r"(barrier_address), "r"(rank), "d"(value)
+        : "memory");
+#else
+    emulator_cluster_send(emulator_cluster_map(shared, rank), &value, sizeof(value),
+                          emulator_cluster_map(barrier, rank));
+#endif
+}
+
 // One 16 x 8 x 8 product of a warp on the tensor cores (compute capability 7.5 and later):
 // sum += A * B, float16 factors, float32 sums. With group = lane / 4 and pair = lane % 4, a lane
 // gives A[group][2 * pair .. + 1], A[group + 8][the same] and B[2 * pair .. + 1][group], and holds

@@ -23,12 +23,13 @@ from unittest import mock
 
 import numpy as np
 
-from cupy_rmsnorm import _cuda
+from cupy_rmsnorm import _cuda, _cuda_backward
 from cupy_rmsnorm._call import Norm
 from cupy_rmsnorm._cuda import ForwardKind, specialise_forward
 from cupy_rmsnorm._dtypes import TABLE
 from cupy_rmsnorm._kernel import Specialisation
 from cupy_rmsnorm._plan import VECTOR_BYTES, Launch, Plan, choose_launch, choose_plan
+from cupy_rmsnorm._plan_backward import BackwardLaunch
 from tests import calls, inputs, oracle
 from tests.backends import Backend
 from tests.calls import Case, Gradient
@@ -483,6 +484,34 @@ BACKWARD_FACTORS: Mapping[str, Sequence[Any]] = {
 }
 
 
+@dataclass(frozen=True)
+class ForcedBackward:
+    """A launch of norm_backward that the library would choose for far more rows."""
+
+    parts: int
+    stages: int
+    rows_per_block: int = 1
+    bulk: bool = True  # where the architecture has it
+
+    def launch(
+        self, plan: Plan, rows: int, heads: int, staged_itemsize: int, part_bytes: int, arch: int
+    ) -> BackwardLaunch:
+        block = plan.threads_per_row * self.rows_per_block
+        stages = self.stages if arch >= 80 else 1
+        packs = stages * block * plan.vecs_per_thread
+        return BackwardLaunch(
+            "norm_backward",
+            self.parts * heads * plan.cluster_size,
+            block,
+            packs * plan.vec_size * staged_itemsize,
+            self.rows_per_block,
+            stages,
+            self.parts,
+            last_block_sums=self.parts % 2 == 1,
+            bulk=self.bulk and arch >= 90,
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class BackwardRow(Row):
     """A backward call; of an add_* function where dx may differ from x, which is then the sum."""
@@ -492,6 +521,7 @@ class BackwardRow(Row):
     dx: str | None
     dresidual_out: str | None
     statistics: str
+    forced: ForcedBackward | None = None
 
     @classmethod
     def of(cls, levels: Mapping[str, Any]) -> BackwardRow:
@@ -524,6 +554,10 @@ class BackwardRow(Row):
         parts += ["cast_before"] if self.cast == "before_weight" else []
         parts += ["offset"] if self.weight_offset else []
         parts += [part for part in (self.mask, self.layout) if part]
+        if self.forced is not None:
+            forced = self.forced
+            parts.append(f"rows_{forced.rows_per_block}-parts_{forced.parts}")
+            parts.append(f"stages_{forced.stages}")
         return "-".join(parts)
 
     @property
@@ -583,7 +617,25 @@ class BackwardRow(Row):
         for name, dtype in (("dweight", self.dweight), ("dbias", self.bias)):
             if dtype is not None:
                 outputs[name] = backend.empty(self.parameter_shape, dtype)
-        return calls.backward(backend, case, given, **outputs)
+        with self._choices():
+            return calls.backward(backend, case, given, **outputs)
+
+    @contextlib.contextmanager
+    def _choices(self) -> Iterator[None]:
+        """Let the backend choose what is forced."""
+        forced = self.forced
+        if forced is None:
+            yield
+            return
+
+        def launch(*arguments: Any) -> BackwardLaunch:
+            return forced.launch(*arguments[:-1])  # whatever the number of SMs
+
+        with (
+            mock.patch.object(_cuda_backward, "choose_backward_launch", launch),
+            mock.patch.object(_cuda_backward, "choose_few_launch", return_value=None),
+        ):
+            yield
 
 
 @contextlib.contextmanager
@@ -604,6 +656,33 @@ MOST_STATIC = {name: levels[0] for name, levels in BACKWARD_FACTORS.items()}
 MOST_STATIC |= {"place": "one_pack", "width": 4, "norm": "layer", "weight": "float32"}
 MOST_STATIC |= {"dout": "float32", "bias": "float32", "dresidual_out": "float32"}
 
-BACKWARD = tuple(
-    dict.fromkeys(BackwardRow.of(levels) for levels in (*pairwise(BACKWARD_FACTORS), MOST_STATIC))
+# Blocks that go several times around their ring: (place, x, the launch, what differs from one
+# dtype and a weight).
+ROUND: tuple[tuple[str, str, ForcedBackward, dict[str, Any]], ...] = (
+    ("half_warp", "bfloat16", ForcedBackward(1, 2, 4), {"norm": "layer"}),
+    ("warp", "float16", ForcedBackward(3, 2, 4), {"mask": "zero_where"}),
+    ("warp_part", "float32", ForcedBackward(1, 2, 4), {"dresidual_out": "float32"}),
+    ("packs_128", "bfloat16", ForcedBackward(7, 3), {"norm": "layer", "mask": "zero_both"}),
+    ("packs_192", "float16", ForcedBackward(5, 2, 2), {"statistics": "recomputed"}),
+    ("packs_192", "bfloat16", ForcedBackward(5, 2, 2, bulk=False), {"norm": "layer"}),
+    ("packs_131", "bfloat16", ForcedBackward(2, 2), {"dresidual_out": "bfloat16"}),
+    ("packs_131", "float64", ForcedBackward(1, 2), {"dresidual_out": "float64", "norm": "layer"}),
+    ("packs_1536", "bfloat16", ForcedBackward(1, 2), {"norm": "layer", "mask": "keep_valid"}),
+    ("staged_part", "float32", ForcedBackward(1, 2), {"norm": "layer", "statistics": "recomputed"}),
+    ("staged", "bfloat16", ForcedBackward(1, 3), {"dresidual_out": "bfloat16"}),
+    ("staged", "float16", ForcedBackward(1, 2, bulk=False), {"norm": "layer"}),
+    ("staged_4", "bfloat16", ForcedBackward(1, 2), {}),
+)
+
+
+def _round(place: str, x: str, forced: ForcedBackward, changes: dict[str, Any]) -> BackwardRow:
+    levels = {name: levels[0] for name, levels in BACKWARD_FACTORS.items()}
+    levels |= {"place": place, "x": x, "dout": x, "weight": x}
+    levels["bias"] = x if changes.get("norm") == "layer" else None
+    return dataclasses.replace(BackwardRow.of(levels | changes), forced=forced)
+
+
+BACKWARD = (
+    *dict.fromkeys(BackwardRow.of(levels) for levels in (*pairwise(BACKWARD_FACTORS), MOST_STATIC)),
+    *itertools.starmap(_round, ROUND),
 )

@@ -164,11 +164,11 @@ def test_every_backward_launch_can_run(x: str, arch: int) -> None:
             assert launch.block == threads * launch.rows_per_block <= _plan.MAX_THREADS, where
             assert launch.grid == launch.parts * heads * plan.cluster_size, where
             assert 1 <= launch.parts <= 2 * sm_count, where  # bounds the workspace
-            # Statistics of the rows on their way, and the slots of four sums, two rows deep.
-            lanes = min(threads, _plan.WARP)
-            statistics = 2 * launch.stages * launch.block // lanes
+            # Mbarriers of the rows on their way and of the cluster's sums, and the slots of four
+            # sums, two rows deep.
+            mbarriers = launch.stages * launch.rows_per_block + 4
             slots = 8 * (max(1, launch.block // _plan.WARP) + plan.cluster_size)
-            static_bytes = (statistics + slots) * accumulation
+            static_bytes = 8 * mbarriers + slots * accumulation
             limit = _plan.SHARED_LIMITS[arch] * 1024
             assert launch.shared_bytes + static_bytes <= limit, where
             if launch.shared_bytes <= _kernel.UNASKED_SHARED_BYTES:

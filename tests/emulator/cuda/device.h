@@ -86,6 +86,8 @@ bool emulator_mbarrier_test_at(void* barrier, unsigned parity, bool wait, const 
                                int line);
 void emulator_bulk_copy_at(void* shared, const void* global, int bytes, void* barrier,
                            const char* file, int line);
+void emulator_cluster_send_at(void* shared, const void* value, int bytes, void* barrier,
+                              const char* file, int line);
 }
 
 #define EMULATOR_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
@@ -233,6 +235,10 @@ EMULATOR_INLINE void emulator_mbarrier_wait(void* barrier, unsigned parity, EMUL
 EMULATOR_INLINE void emulator_bulk_copy(void* shared, const void* global, int bytes, void* barrier,
                                         EMULATOR_HERE) {
     emulator_bulk_copy_at(shared, global, bytes, barrier, file, line);
+}
+EMULATOR_INLINE void emulator_cluster_send(void* shared, const void* value, int bytes,
+                                           void* barrier, EMULATOR_HERE) {
+    emulator_cluster_send_at(shared, value, bytes, barrier, file, line);
 }
 
 // Loads and stores with cache hints.

@@ -125,7 +125,7 @@ struct NamedBarrier {
 };
 struct Mbarrier {
     unsigned count, pending, phase;
-    long long expected;
+    long long expected, sent;
     struct Copy {
         PendingCopy copy;
         int by;
@@ -1168,7 +1168,7 @@ void emulator_mbarrier_init_at(void* barrier, unsigned count, const char* file, 
         fault(where(file, line), "an mbarrier must lie in this block's shared memory, on 8 bytes");
     }
     if (options.checked) check_access(barrier, 8, true, __builtin_return_address(0));
-    mbarriers[barrier] = {count, count, 0, 0, {}, nullptr};
+    mbarriers[barrier] = {count, count, 0, 0, 0, {}, nullptr};
 }
 
 static Mbarrier& mbarrier_at(void* barrier, const char* file, int line) {
@@ -1182,7 +1182,7 @@ static Mbarrier& mbarrier_at(void* barrier, const char* file, int line) {
 // Copies land only when everybody whose arrival is awaited has arrived.
 static void complete(Mbarrier& barrier, void* address, const char* file, int line) {
     if (barrier.pending > 0) return;
-    long long bytes = 0;
+    long long bytes = barrier.sent;
     for (const auto& copy : barrier.copies) bytes += copy.copy.bytes;
     if (bytes > barrier.expected) {
         fault(where(file, line),
@@ -1199,6 +1199,7 @@ static void complete(Mbarrier& barrier, void* address, const char* file, int lin
     current = self;
     barrier.copies.clear();
     barrier.expected = 0;
+    barrier.sent = 0;
     barrier.pending = barrier.count;
     ++barrier.phase;
     for (Fiber& fiber : fibers) {
@@ -1244,6 +1245,22 @@ void emulator_bulk_copy_at(void* shared, const void* global, int bytes, void* ad
     begin_copy(copy, "bulk copy", bytes > 0 && bytes % 16 == 0, file, line,
                __builtin_return_address(0));
     barrier.copies.push_back({copy, current->id});
+    const bool awaited = std::any_of(fibers.begin(), fibers.end(), [&](const Fiber& fiber) {
+        return fiber.wait == Wait::MBARRIER && fiber.barrier == address;
+    });
+    if (awaited) complete(barrier, address, file, line);
+}
+
+// The value lands at once; who reads it without waiting for the mbarrier is in a race.
+void emulator_cluster_send_at(void* shared, const void* value, int bytes, void* address,
+                              const char* file, int line) {
+    Mbarrier& barrier = mbarrier_at(address, file, line);
+    if (options.checked) {
+        check_access(shared, bytes, true, __builtin_return_address(0));
+        barrier.clock = joined({barrier.clock, snapshot(*current)});
+    }
+    memcpy(shared, value, bytes);
+    barrier.sent += bytes;
     const bool awaited = std::any_of(fibers.begin(), fibers.end(), [&](const Fiber& fiber) {
         return fiber.wait == Wait::MBARRIER && fiber.barrier == address;
     });
