@@ -9,7 +9,9 @@ that NumPy (host memory) or CuPy (a GPU) holds, and runs on CuPy's current strea
 
 from __future__ import annotations
 
+import functools
 import sys
+import warnings
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,17 @@ import numpy as np
 from . import _refuse
 from ._call import Array
 from ._dtypes import TABLE
-from ._libraries import CUPY, DLPACK_CUDA, NUMPY, TORCH, Exchanged, Library
+from ._libraries import (
+    CUPY,
+    DLPACK,
+    DLPACK_CUDA,
+    NUMPY,
+    TORCH,
+    Exchanged,
+    Library,
+    has_buffer,
+    offers,
+)
 
 
 class Caller:
@@ -91,17 +103,28 @@ def dtype_name(name: str, value: object) -> str | None:
     """The name of the dtype that `value` stands for, in any library's spelling."""
     if value is None or (isinstance(value, str) and value in TABLE):
         return value
-    try:
-        dtype = np.dtype(value)  # type: ignore[call-overload]
-    except TypeError:
-        # Other libraries' dtypes show as torch.float16, array_api_strict.float16.
-        shown = str(value).rpartition(".")[2]
-        if isinstance(value, str) or not shown.isidentifier():
+    if isinstance(value, (str, type, np.dtype)):
+        found = _parsed(value)
+        if found is None:
             _refuse.not_a_dtype(name, value)
-        return shown
-    if not dtype.isnative:
+        return found
+    # Other libraries' dtypes show as torch.float16, array_api_strict.float16.
+    _, dot, shown = str(value).rpartition(".")
+    if not dot or not shown.isidentifier():
         _refuse.not_a_dtype(name, value)
-    return str(dtype.name)
+    return shown
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(value: object) -> str | None:
+    """The name of the dtype that NumPy makes of `value`; None if that is none of the machine's."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a spelling that NumPy gives up
+            dtype = np.dtype(value)  # type: ignore[call-overload]
+    except Exception:  # NumPy parses strings, and any error of a parser may come
+        return None
+    return str(dtype.name) if dtype.isnative else None
 
 
 # Finding the library of an array -------------------------------------------------------------
@@ -117,14 +140,14 @@ def _find(value: object) -> Library | None:
         return CUPY
     if isinstance(value, (np.generic, bytes, bytearray, type)):
         return None
-    if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
-        device_type, _ = value.__dlpack_device__()
+    if offers(value, *DLPACK):
+        device_type, _ = value.__dlpack_device__()  # type: ignore[attr-defined]
         if int(device_type) in DLPACK_CUDA:
             return Exchanged(value, CUPY)
         return Exchanged(value, NUMPY)
-    if hasattr(value, "__cuda_array_interface__"):
+    if offers(value, "__cuda_array_interface__"):
         return Exchanged(value, CUPY)
-    if hasattr(value, "__array_interface__") or _has_buffer(value):
+    if offers(value, "__array_interface__") or has_buffer(value):
         return Exchanged(value, NUMPY)
     return None
 
@@ -140,11 +163,3 @@ def _parameter_library(name: str, value: object) -> Library:
 def _is(value: object, module: str, name: str) -> bool:
     cls = getattr(sys.modules.get(module), name, None)
     return cls is not None and isinstance(value, cls)
-
-
-def _has_buffer(value: object) -> bool:
-    try:
-        memoryview(value)  # type: ignore[arg-type]
-    except TypeError:
-        return False
-    return True

@@ -20,6 +20,7 @@ from ._dtypes import TABLE, numpy_dtype
 
 CPU = Device("cpu", 0)
 
+DLPACK = ("__dlpack__", "__dlpack_device__")
 # DLPack's device types that a backend can read.
 DLPACK_HOST = (1, 3)  # plain and pinned
 DLPACK_CUDA = (2, 13)  # CUDA's own and its managed memory
@@ -110,8 +111,12 @@ class _Torch(Library):
             _refuse.unsupported_array(name, "a tensor with memory of its own", _refuse.kind(value))
         if value.layout is not torch.strided:
             _refuse.unsupported_array(name, "a dense tensor", str(value.layout))
+        if value.is_nested:
+            _refuse.unsupported_array(name, "a dense tensor", "a nested one")
         if value.is_neg():
-            _refuse.unsupported_array(name, "a resolved tensor", "one with the negative bit set")
+            _refuse.unsupported_array(
+                name, "a resolved tensor", "one with the negative bit set: use resolve_neg()"
+            )
         if value.requires_grad:
             if output:
                 _refuse.output_needs_gradient(name)
@@ -119,23 +124,29 @@ class _Torch(Library):
                 _refuse.needs_gradient(name)
             value = value.detach()
         try:
-            value.data_ptr()
+            pointer = value.data_ptr()
         except RuntimeError:
             _refuse.unsupported_array(name, "a tensor with memory of its own", "a traced one")
         where = value.device
-        if where.type == "cuda":
-            return Array(
-                name,
-                value,
-                value.data_ptr(),
-                tuple(value.shape),
-                _regular(tuple(value.shape), value.stride()),
-                _torch_dtype_name(value.dtype),
-                Device("cuda", where.index),
-            )
-        if where.type != "cpu":
+        if where.type not in ("cpu", "cuda"):
             _refuse.unreachable_device(name, str(where))
-        return _torch_host_array(name, value)
+        shape = tuple(value.shape)
+        if not pointer and math.prod(shape):  # functional tensors, zeros of autograd
+            _refuse.unsupported_array(name, "a tensor with memory of its own", "one without")
+        if torch.autograd.forward_ad.unpack_dual(value).tangent is not None:
+            _refuse.has_tangent(name)
+        if where.type == "cpu":
+            return _torch_host_array(name, value)
+        _require_gpu(name)
+        return _cuda_array(
+            name,
+            value,
+            pointer,
+            shape,
+            value.stride(),
+            _torch_dtype_name(value.dtype),
+            where.index,
+        )
 
     def detached(self, value: Any) -> Any:
         """The same memory without autograd."""
@@ -172,7 +183,7 @@ class Exchanged(Library):
         self._holder = holder
         self._namespace: Any = None
         self.name = holder.name
-        if hasattr(value, "__array_namespace__"):
+        if offers(value, "__array_namespace__"):
             self._namespace = value.__array_namespace__()
             self.name = type(value).__module__.partition(".")[0]
 
@@ -180,7 +191,7 @@ class Exchanged(Library):
         if self._holder is CUPY:
             view, readonly = _cuda_view(name, value)
             return _cupy_array(name, view, readonly)
-        return self._holder.describe(name, _host_view(name, value), output)
+        return self._holder.describe(name, _host_view(name, value, output), output)
 
     def space(self, device: Device) -> Space:
         return self._holder.space(device)
@@ -207,8 +218,8 @@ CUPY = _CuPy()
 
 
 def _host_array(name: str, values: np.ndarray, output: bool = False) -> Array:
-    itemsize = values.dtype.itemsize
-    if any(stride % itemsize for stride in values.strides if itemsize):
+    itemsize = values.dtype.itemsize or 1  # 0: an empty record, refused with other dtypes
+    if any(stride % itemsize for stride in values.strides):
         if output:
             _refuse.uneven_strides(name)
         values = np.array(values, order="C")
@@ -226,17 +237,64 @@ def _host_array(name: str, values: np.ndarray, output: bool = False) -> Array:
     )
 
 
-def _host_view(name: str, value: Any) -> np.ndarray:
-    """Another library's array in host memory as an ndarray."""
-    if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
+def offers(value: object, *protocol: str) -> bool:
+    """Whether `value` has every attribute of an exchange protocol; None stands for none."""
+    return all(getattr(value, attribute, None) is not None for attribute in protocol)
+
+
+def has_buffer(value: object) -> bool:
+    """Whether `value` offers the buffer protocol."""
+    try:
+        memoryview(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
+
+
+def _host_view(name: str, value: Any, output: bool) -> np.ndarray:
+    """Another library's array in host memory as an ndarray; of an output never a copy."""
+    reason = f"{_refuse.kind(value)}, which offers no more than a copy"
+    if offers(value, *DLPACK):
         device_type, index = value.__dlpack_device__()
         if int(device_type) not in DLPACK_HOST:
             _refuse.unreachable_device(name, f"DLPack device {(int(device_type), index)}")
         try:
-            return np.from_dlpack(value)
-        except (BufferError, RuntimeError, TypeError):
-            pass  # NumPy reads no bfloat16 by DLPack
+            return _from_dlpack(value)
+        except (BufferError, RuntimeError, TypeError) as error:
+            # NumPy reads no bfloat16 by DLPack, and old exports cannot be read-only.
+            reason = f"{_refuse.kind(value)}, whose DLPack export failed ({error})"
+    if offers(value, "__array_interface__") or has_buffer(value):
+        return np.asarray(value)
+    if output or not offers(value, "__array__"):
+        rule = "an array whose memory NumPy can " + ("write" if output else "read")
+        _refuse.unsupported_array(name, rule, reason)
     return np.asarray(value)
+
+
+class _Unflagged:
+    """The memory of an unversioned DLPack export, which cannot say whether it is read-only.
+
+    NumPy takes it for read-only. Libraries that protect arrays do not export them this way.
+    """
+
+    def __init__(self, view: np.ndarray) -> None:
+        self._view = view  # keeps the memory alive
+        interface = view.__array_interface__
+        self.__array_interface__ = interface | {"data": (interface["data"][0], False)}
+
+
+def _from_dlpack(value: Any) -> np.ndarray:
+    view = np.from_dlpack(value)
+    if _immutable(value):
+        view.flags.writeable = False
+    elif not view.flags.writeable and '"numpy_dltensor"' in repr(view.base):
+        view = np.asarray(_Unflagged(view))
+    return view
+
+
+def _immutable(value: object) -> bool:
+    """Whether `value` is of a library whose arrays never change; not all exports say so."""
+    return type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 class _TorchHostSpace(_HostSpace):
@@ -244,7 +302,9 @@ class _TorchHostSpace(_HostSpace):
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: str) -> Array:
         torch = sys.modules["torch"]
-        return _torch_host_array(name, torch.empty(shape, dtype=getattr(torch, dtype)))
+        return _torch_host_array(
+            name, torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+        )
 
 
 def _torch_host_array(name: str, tensor: Any) -> Array:
@@ -379,20 +439,49 @@ def _cupy() -> Any:
     return cupy
 
 
+def _require_gpu(name: str) -> None:
+    """Refuse an array on a GPU where the GPU backend cannot run."""
+    from . import _info
+
+    available, reason = _info.available()
+    if not available:
+        _refuse.no_gpu(name, reason)
+
+
+def _cuda_array(
+    name: str,
+    native: Any,
+    pointer: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: str,
+    index: int,
+    readonly: bool = False,
+) -> Array:
+    """An array on a GPU, which loads elements only from multiples of their size."""
+    itemsize = TABLE[dtype].itemsize if dtype in TABLE else 1
+    if pointer % itemsize and 0 not in shape:
+        _refuse.misaligned(name, itemsize, pointer % itemsize)
+    device = Device("cuda", index)
+    return Array(
+        name, native, pointer, shape, _regular(shape, strides), dtype, device, readonly=readonly
+    )
+
+
 def _cupy_array(name: str, value: Any, readonly: bool = False) -> Array:
     itemsize = value.dtype.itemsize
     strides = value.strides
     if any(stride % itemsize for stride in strides):
         _refuse.uneven_strides(name)
-    return Array(
+    return _cuda_array(
         name,
         value,
         value.data.ptr,
         value.shape,
-        _regular(value.shape, tuple(stride // itemsize for stride in strides)),
+        tuple(stride // itemsize for stride in strides),
         _dtype_name(value.dtype),
-        Device("cuda", value.data.device_id),
-        readonly=readonly,
+        value.data.device_id,
+        readonly,
     )
 
 
@@ -401,29 +490,25 @@ def _cuda_view(name: str, value: Any) -> tuple[Any, bool]:
 
     CuPy's current stream waits for the producer; the host never does.
     """
-    try:
-        cupy = _cupy()
-    except Exception as error:  # a broken CuPy raises anything from ImportError to OSError
-        _refuse.no_gpu(name, f"import cupy failed ({error})")
-    if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
-        # CuPy hands its current stream to value.__dlpack__(stream=...).
-        view = cupy.from_dlpack(value)
-        # JAX arrays never change; DLPack's read-only flag is lost in CuPy.
-        immutable = type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
-        return view, immutable
+    _require_gpu(name)
+    if offers(value, *DLPACK):
+        # CuPy hands its current stream to value.__dlpack__(stream=...), and loses DLPack's
+        # read-only flag.
+        return _cupy().from_dlpack(value), _immutable(value)
     interface = value.__cuda_array_interface__
     if interface.get("mask") is not None:
         _refuse.unsupported_array(name, "a plain array", "a masked array")
     dtype = np.dtype(interface["typestr"])
     shape = tuple(interface["shape"])
     pointer, readonly = interface["data"]
+    itemsize = dtype.itemsize or 1
     strides = interface.get("strides")
     if strides is None:
         counted = _contiguous_strides(shape)
     else:
-        if any(stride % dtype.itemsize for stride in strides):
+        if any(stride % itemsize for stride in strides):
             _refuse.uneven_strides(name)
-        counted = tuple(stride // dtype.itemsize for stride in strides)
+        counted = tuple(stride // itemsize for stride in strides)
     index = _pointer_device(pointer)
     stream = interface.get("stream")
     if stream is not None:

@@ -97,7 +97,7 @@ def unsupported_array(name: str, rule: str, got: str) -> NoReturn:
 
 def not_a_dtype(name: str, value: object) -> NoReturn:
     """Refuse a value that names no dtype."""
-    raise TypeError(f"{name} must be a dtype, got {value!r}")
+    raise TypeError(f"{name} must be a dtype, got {value!r}") from None
 
 
 def unreachable_device(name: str, device: str) -> NoReturn:
@@ -121,6 +121,22 @@ def needs_gradient(name: str) -> NoReturn:
 def output_needs_gradient(name: str) -> NoReturn:
     """Refuse to write into a torch tensor that requires grad."""
     raise ValueError(f"{name} must not require grad, got a tensor that does")
+
+
+def has_tangent(name: str) -> NoReturn:
+    """Refuse to drop a torch tensor's forward-mode tangent silently."""
+    raise RuntimeError(
+        f"{name} has a forward-mode tangent, and this function computes none: "
+        "pass torch.autograd.forward_ad.unpack_dual(...).primal"
+    )
+
+
+def misaligned(name: str, itemsize: int, got: int) -> NoReturn:
+    """Refuse an array whose elements a GPU cannot load."""
+    raise ValueError(
+        f"{name} must begin at a multiple of its element size, {itemsize} bytes, "
+        f"got an address that is {got} past one: copy it first"
+    )
 
 
 def other_library(name: str, x_name: str, wanted: str, got: str) -> NoReturn:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cupy_rmsnorm as norms
-from cupy_rmsnorm import _libraries
+from cupy_rmsnorm import _info, _libraries
 from cupy_rmsnorm._call import Device
 
 F32 = np.float32
@@ -202,6 +202,78 @@ def test_a_read_only_exchange_is_no_output() -> None:
         norms.rms_norm(X, W, out=InterfaceOnly(values))
 
 
+class Legacy(DLPackOnly):
+    """A library that knows no versions of DLPack."""
+
+    def __dlpack__(self, stream: Any = None) -> Any:  # type: ignore[override]
+        return self.values.__dlpack__()
+
+
+def test_legacy_dlpack_out_is_written_in_place() -> None:
+    out = Legacy(np.empty_like(X))
+    assert norms.rms_norm(Legacy(X), W, out=out) is out
+    np.testing.assert_array_equal(out.values, Y)
+
+
+def read_only(values: np.ndarray) -> np.ndarray:
+    values = values.copy()
+    values.flags.writeable = False
+    return values
+
+
+def test_a_read_only_dlpack_array_is_no_output() -> None:
+    x = DLPackOnly(read_only(X))
+    np.testing.assert_array_equal(norms.rms_norm(x, W), Y)
+    with pytest.raises(ValueError, match=r"^out must be writable, got a read-only array$"):
+        norms.rms_norm(X, W, out=x)
+
+
+def test_a_failed_export_says_why() -> None:
+    x = Legacy(read_only(X))
+    rule = r"must be an array whose memory NumPy can {}, got tests\.test_border\.Legacy, whose "
+    why = r"DLPack export failed \(Cannot export readonly array .*\)$"
+    with pytest.raises(TypeError, match="^x " + rule.format("read") + why):
+        norms.rms_norm(x)
+    with pytest.raises(TypeError, match="^out " + rule.format("write") + why):
+        norms.rms_norm(X, out=x)
+
+
+class Copied(DLPackOnly):
+    """An array whose bfloat16 values NumPy gets as a copy alone."""
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return self.values.copy()
+
+
+def test_an_output_is_never_a_copy() -> None:
+    x = X.astype(ml_dtypes.bfloat16)
+    out = Copied(np.zeros_like(x))
+    np.testing.assert_array_equal(norms.rms_norm(Copied(x), W), norms.rms_norm(x, W))
+    with pytest.raises(TypeError, match=r"^out must be an array whose memory NumPy can write, got"):
+        norms.rms_norm(x, W, out=out)
+
+
+def test_a_protocol_that_is_none_is_not_there() -> None:
+    class No(InterfaceOnly):
+        __dlpack__ = None
+        __dlpack_device__ = None
+        __cuda_array_interface__ = None
+        __array_namespace__ = None
+
+    np.testing.assert_array_equal(norms.rms_norm(No(X), W), Y)
+    with pytest.raises(TypeError, match=r"^x must be an array, got "):
+        norms.rms_norm(type("Not", (), {"__dlpack__": None, "__dlpack_device__": None})())
+
+
+def test_misaligned_host_arrays_work() -> None:
+    x = np.empty(X.nbytes + 1, np.uint8)[1:].view(F32).reshape(X.shape)
+    x[...] = X
+    assert not x.flags.aligned
+    np.testing.assert_array_equal(norms.rms_norm(x, W), Y)
+    assert norms.rms_norm(X, W, out=x) is x
+    np.testing.assert_array_equal(x, Y)
+
+
 def test_another_kind_of_device_is_refused() -> None:
     class OnVulkan(DLPackOnly):
         def __dlpack_device__(self) -> tuple[int, int]:
@@ -338,10 +410,52 @@ def test_torch_tensors_without_memory_are_refused(torch: Any) -> None:
         norms.rms_norm(torch.from_numpy(X), torch.tensor(2.0))
 
 
+TORCHS_OWN = "ignore:`torch.jit.script` is deprecated"  # raised by forward_ad's first use
+
+
+@pytest.mark.filterwarnings(TORCHS_OWN)
 def test_torch_transforms_are_refused(torch: Any) -> None:
-    message = r"^x must be a tensor with memory of its own, got a traced one$"
-    with pytest.raises(TypeError, match=message):
-        torch.func.vmap(norms.rms_norm)(torch.from_numpy(X))
+    message = r"^x must be a tensor with memory of its own, got "
+    x = torch.from_numpy(X)
+    with pytest.raises(TypeError, match=message + "a traced one$"):
+        torch.func.vmap(norms.rms_norm)(x)
+    with pytest.raises(TypeError, match=message + "a traced one$"):
+        torch.func.jvp(norms.rms_norm, (x,), (x,))
+    with pytest.raises(TypeError, match=message + "one without$"):
+        torch.func.functionalize(norms.rms_norm)(x)
+    with pytest.raises(TypeError, match=message + "one without$"):
+        norms.rms_norm(torch._to_functional_tensor(x))
+    with pytest.raises(TypeError, match=message + "one without$"):
+        norms.rms_norm(torch._efficientzerotensor((2, 4)))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_torch_nested_tensors_are_refused(torch: Any) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
+    with pytest.raises(TypeError, match=r"^x must be a dense tensor, got a nested one$"):
+        norms.rms_norm(nested)
+
+
+@pytest.mark.filterwarnings(TORCHS_OWN)
+@pytest.mark.parametrize("name", ["x", "weight", "out"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_forward_mode_tangents_are_never_dropped(torch: Any, name: str, grad: bool) -> None:
+    forward_ad = torch.autograd.forward_ad
+    tensors = {"x": torch.from_numpy(X), "weight": torch.from_numpy(W), "out": torch.empty(2, 3, 4)}
+    with forward_ad.dual_level(), torch.set_grad_enabled(grad):
+        norms.rms_norm(**tensors)
+        tensors[name] = forward_ad.make_dual(tensors[name], torch.ones_like(tensors[name]))
+        with pytest.raises(RuntimeError, match=rf"^{name} has a forward-mode tangent, and"):
+            norms.rms_norm(**tensors)
+
+
+def test_torchs_default_device_moves_no_output(torch: Any) -> None:
+    x = torch.from_numpy(X).bfloat16()
+    expected = norms.rms_norm(x)
+    with torch.device("meta"):
+        y, rstd = norms.rms_norm_forward(x)
+    assert y.device == rstd.device == x.device
+    assert torch.equal(y, expected)
 
 
 def test_torch_out_in_inference_mode(torch: Any) -> None:
@@ -392,12 +506,20 @@ class OnGpu(DLPackOnly):
         return 2, 1
 
 
-def test_a_gpu_array_needs_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> Any:
-        raise ImportError("libcuda.so.1 is missing")
+class InterfaceOnGpu:
+    __cuda_array_interface__ = {  # noqa: RUF012
+        "shape": (4,),
+        "typestr": "<f4",
+        "data": (4096, False),
+        "version": 3,
+    }
 
-    monkeypatch.setattr(_libraries, "_cupy", broken)
-    with pytest.raises(RuntimeError, match=r"^x is on a CUDA device, but .*libcuda\.so\.1 is mis"):
-        norms.rms_norm(OnGpu(X))
-    with pytest.raises(RuntimeError, match=r"^weight is on a CUDA device, but "):
-        norms.rms_norm(X, OnGpu(W))
+
+@pytest.mark.parametrize("array_", [OnGpu(X), InterfaceOnGpu()], ids=["dlpack", "interface"])
+def test_a_gpu_array_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, array_: Any) -> None:
+    monkeypatch.setattr(_info, "available", lambda: (False, "libcuda.so.1 is missing; buy one"))
+    sentence = r"is on a CUDA device, but the GPU backend cannot run: libcuda.*; buy one$"
+    with pytest.raises(RuntimeError, match=rf"^x {sentence}"):
+        norms.rms_norm(array_)
+    with pytest.raises(RuntimeError, match=rf"^weight {sentence}"):
+        norms.rms_norm(X, array_)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import cupy_rmsnorm as norms
-from cupy_rmsnorm import _run
+from cupy_rmsnorm import _info, _run
 from cupy_rmsnorm._call import Device
 
 cupy = pytest.importorskip("cupy")
@@ -84,6 +84,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     )
     monkeypatch.setattr(cupy.cuda, "get_current_stream", current_stream)
     monkeypatch.setattr(_run, "backend", lambda device: gpu)
+    monkeypatch.setattr(_info, "available", lambda: (True, ""))
     before = cupy.cuda.get_allocator()
     cupy.cuda.set_allocator(gpu.allocate)
     yield gpu
@@ -266,6 +267,40 @@ def test_dlpack_runs_on_cupys_stream_and_comes_back(
     assert gpu.call.x.pointer == HOST.ctypes.data
 
 
+def misaligned(values: np.ndarray) -> np.ndarray:
+    """The same values one byte past a multiple of their size."""
+    moved = np.empty(values.nbytes + 1, np.uint8)[1:].view(values.dtype).reshape(values.shape)
+    moved[...] = values
+    return moved
+
+
+@pytest.mark.parametrize("wrap", [over, Interface], ids=["cupy", "interface"])
+@pytest.mark.parametrize("name", ["x", "weight", "bias", "out", "rstd_out", "valid_rows"])
+def test_elements_at_odd_addresses_are_refused(gpu: Gpu, wrap: Any, name: str) -> None:
+    arrays = {
+        "x": HOST,
+        "weight": np.ones(4, F32),
+        "bias": np.ones(4, np.float16),
+        "out": HOST.copy(),
+        "rstd_out": np.ones((2, 3), F32),
+        "valid_rows": np.array([6], np.int32),
+    }
+    size = arrays[name].itemsize
+    arrays[name] = misaligned(arrays[name])
+    message = (
+        f"{name} must begin at a multiple of its element size, {size} bytes, got an address that "
+        "is 1 past one: copy it first"
+    )
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        norms.rms_norm_forward(**{key: wrap(value) for key, value in arrays.items()})
+    assert gpu.calls == []
+
+
+def test_empty_arrays_may_begin_anywhere(gpu: Gpu) -> None:
+    norms.rms_norm(over(misaligned(HOST)[:0]))
+    assert gpu.call.x.shape == (0, 3, 4)
+
+
 # Two libraries in one call -------------------------------------------------------------------
 
 
@@ -278,6 +313,7 @@ class TorchTensor:
         self.dtype = f"torch.{values.dtype.name}"
         self.device = SimpleNamespace(type="cuda", index=0)
         self.layout = "strided"
+        self.is_nested = False
         self.requires_grad = False
 
     __torch_dispatch__ = None
@@ -309,7 +345,10 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
         empty=empty,
         device=lambda kind, index: (kind, index),
         is_grad_enabled=lambda: True,
-        autograd=SimpleNamespace(graph=SimpleNamespace(increment_version=lambda tensor: None)),
+        autograd=SimpleNamespace(
+            graph=SimpleNamespace(increment_version=lambda tensor: None),
+            forward_ad=SimpleNamespace(unpack_dual=lambda tensor: SimpleNamespace(tangent=None)),
+        ),
         _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda index: 55 + index),
         made=made,
     )
@@ -328,6 +367,21 @@ def test_torch_tensors_run_on_torchs_stream(gpu: Gpu, torch: Any) -> None:
     assert {device for _, device in torch.made} == {("cuda", 0)}
     assert gpu.events == []
     assert gpu.allocated_on == []
+
+
+def test_torch_tensors_without_a_gpu_backend(
+    gpu: Gpu, torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_info, "available", lambda: (False, "CuPy is not installed"))
+    message = r"^x is on a CUDA device, but the GPU backend cannot run: CuPy is not installed$"
+    with pytest.raises(RuntimeError, match=message):
+        norms.rms_norm(TorchTensor(HOST))
+    assert gpu.calls == []
+
+
+def test_torch_tensors_at_odd_addresses_are_refused(gpu: Gpu, torch: Any) -> None:
+    with pytest.raises(ValueError, match=r"^x must begin at a multiple of its element size, 4 by"):
+        norms.rms_norm(TorchTensor(misaligned(HOST)))
 
 
 def test_torchs_stream_by_its_public_name(gpu: Gpu, torch: Any) -> None:

@@ -73,6 +73,7 @@ X_CASES = [
         f"x must be {ROW}, got void16 (a bfloat16 file loads so: use x.view(ml_dtypes.bfloat16))",
         X.astype(ml_dtypes.bfloat16).view("V2"),
     ),
+    case(rms, TypeError, f"x must be {ROW}, got void", np.zeros((2, 2), "V0")),
     case(rms, TypeError, "x must be in native byte order, got >f4", X.astype(">f4")),
     case(rms, TypeError, "x must be a plain array, got a masked array", np.ma.array(X)),
     case(rms, ValueError, "x must have at least one axis, got shape ()", np.array(1, F32)),
@@ -263,6 +264,10 @@ OUTPUT_CASES = [
     ),
     case(rms, TypeError, "out_dtype must be a dtype, got 3", X, out_dtype=3),
     case(rms, TypeError, "out_dtype must be a dtype, got 'single bed'", X, out_dtype="single bed"),
+    *(
+        case(rms, TypeError, f"out_dtype must be a dtype, got {value!r}", X, out_dtype=value)
+        for value in (1, True, 1.0, np.float32(1), W, "(2,", "a", ">f4", np.dtype(">f4"), "", ())
+    ),
     case(rms, TypeError, f"out_dtype must be {BESIDE}, got int8", X, out_dtype="int8"),
     case(rms, TypeError, f"out_dtype must be {BESIDE}, got float64", X, out_dtype=float),
     case(
