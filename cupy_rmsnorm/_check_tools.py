@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 from ._call import Array, Cast, Masked, WarmupCall
-from ._check import CASTS, MASKED, Options, row_dtypes
+from ._check import CASTS, MASKED, Options, axes_of, not_trailing, row_dtypes
 from ._dtypes import ROW_DTYPES
 from ._refuse import choice, dtype_among, epsilon, flag, no_axes, offset, shown
 
@@ -22,9 +24,17 @@ OPERATIONS = (
 )
 
 
-def check_bound(weight: Array | float | None, bias: Array | float | None, options: Options) -> None:
+def check_bound(
+    weight: Array | float | None,
+    bias: Array | float | None,
+    options: Options,
+    out_dtype: str | None = None,
+) -> None:
     """What can be said of a weight, a bias and options before x comes."""
     epsilon(options.eps)
+    _axes(options.axis)
+    if out_dtype is not None:
+        dtype_among("out_dtype", out_dtype, ROW_DTYPES)
     flag("per_head", options.per_head)
     choice("cast", options.cast, CASTS)
     offset(options.weight_offset, weighted=weight is not None)
@@ -36,10 +46,39 @@ def check_bound(weight: Array | float | None, bias: Array | float | None, option
             no_axes(parameter.name, "the normalised shape")
 
 
+def _axes(axis: object) -> None:
+    """Refuse axes that are trailing ones of no x."""
+    given = sorted(axes_of(axis))
+    length = len(given)
+    counted_from_end = all(one < 0 for one in given) and given != list(range(-length, 0))
+    if not given or len(set(given)) < length or counted_from_end:
+        not_trailing(axis)
+
+
 def check_only_calls(*others: object) -> None:
     """Refuse warm-up arguments beside `calls`."""
     if any(other is not None for other in others):
         raise TypeError("calls must come alone, got other arguments beside it")
+
+
+def check_calls(calls: object, check: Callable[..., WarmupCall]) -> list[WarmupCall]:
+    """The records of many warm-up calls; what is wrong with one of them names it."""
+    if not isinstance(calls, Iterable) or isinstance(calls, (str, bytes, Mapping)):
+        raise TypeError(f"calls must be an iterable of mappings, got {shown(calls)}")
+    known = inspect.signature(check).parameters
+    checked = []
+    for index, call in enumerate(calls):
+        where = f"calls[{index}]"
+        if not isinstance(call, Mapping):
+            raise TypeError(f"{where} must be a mapping, got {shown(call)}")
+        for name in call:
+            if name not in known:
+                raise TypeError(f"{where} must have keys of {', '.join(known)}, got {name!r}")
+        try:
+            checked.append(check(**call))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{where}: {error}") from None
+    return checked
 
 
 def check_warmup(
@@ -69,13 +108,23 @@ def check_warmup(
             dtype_among(name, other, allowed)
     is_backward = op.endswith("_backward")
     adds = op.startswith("add_") and not is_backward
-    for name, has in (
-        ("residual_dtype", adds),
-        ("dout_dtype", is_backward),
-        ("dweight_dtype", is_backward and dtypes["weight_dtype"] is not None),
+    for name, value, has in (
+        ("residual_dtype", dtypes["residual_dtype"], adds),
+        ("bias_dtype", dtypes["bias_dtype"], op != "qk_norm"),
+        ("dout_dtype", dtypes["dout_dtype"], is_backward),
+        (
+            "dweight_dtype",
+            dtypes["dweight_dtype"],
+            is_backward and dtypes["weight_dtype"] is not None,
+        ),
+        ("masked", masked, op != "qk_norm"),
     ):
-        if dtypes[name] is not None and not has:
-            raise ValueError(f"{name} must be None, since the call has no such array")
+        if value is not None and not has:
+            what = "mask" if name == "masked" else "such array"
+            raise ValueError(f"{name} must be None, since the call has no {what}")
+    out_dtype = dtypes["out_dtype"] or dtype
+    if is_backward and not op.startswith("add_") and out_dtype != dtype:
+        raise ValueError(f"out_dtype must be {dtype}, since dx has x's dtype, got {out_dtype}")
     return WarmupCall(
         op=op,
         hidden_size=size,
@@ -83,7 +132,7 @@ def check_warmup(
         weight_dtype=dtypes["weight_dtype"],
         bias_dtype=dtypes["bias_dtype"],
         residual_dtype=(dtypes["residual_dtype"] or dtype) if adds else None,
-        out_dtype=dtypes["out_dtype"] or dtype,
+        out_dtype=out_dtype,
         dout_dtype=(dtypes["dout_dtype"] or dtype) if is_backward else None,
         dweight_dtype=(dtypes["dweight_dtype"] or dtypes["weight_dtype"]) if is_backward else None,
         cast=cast(Cast, choice("cast", rounding, CASTS)),

@@ -10,7 +10,7 @@ from . import _fast, _run
 from ._border import dtype_name, look_at_parameter
 from ._call import Norm, WarmupCall
 from ._check import Options
-from ._check_tools import check_bound, check_only_calls, check_warmup
+from ._check_tools import check_bound, check_calls, check_only_calls, check_warmup
 from ._docs import Axis, CastOption, MaskedOption, documented
 
 ArrayT = TypeVar("ArrayT")
@@ -30,15 +30,18 @@ class BoundNorm:
         options: _run.Values,
         out_dtype: object,
     ) -> None:
+        self._out_dtype = dtype_name("out_dtype", out_dtype)
         check_bound(
-            look_at_parameter("weight", weight), look_at_parameter("bias", bias), Options(*options)
+            look_at_parameter("weight", weight),
+            look_at_parameter("bias", bias),
+            Options(*options),
+            self._out_dtype,
         )
         self._function = function
         self._norm = norm
         self._weight = weight
         self._bias = bias
         self._options = options
-        self._out_dtype = dtype_name("out_dtype", out_dtype)
         self._kept = _fast.kept(function, options, self._out_dtype)
 
     def __call__(self, x: ArrayT, out: ArrayT | None = None) -> ArrayT:
@@ -243,7 +246,7 @@ def warmup(
     TypeError
         A wrong kind or dtype of an argument, or `calls` beside other arguments.
     ValueError
-        An op that is none, a hidden size below 1, a dtype that the op does not have.
+        An op that is none, a hidden size below 1, something that the op does not have.
 
     Examples
     --------
@@ -262,13 +265,15 @@ def warmup(
             out_dtype,
             dout_dtype,
             dweight_dtype,
+            None if cast == "once" else cast,
+            None if per_head is False else per_head,
             masked,
         )
-        checked = [_warmup_call(**call) for call in calls]
+        checked = check_calls(calls, _warmup_call)
     else:
         checked = [
             _warmup_call(
-                op,
+                op=op,
                 hidden_size=hidden_size,
                 cast=cast,
                 per_head=per_head,
@@ -289,8 +294,8 @@ def warmup(
 
 
 def _warmup_call(
-    op: object = None,
     *,
+    op: object = None,
     hidden_size: object = None,
     cast: object = "once",
     per_head: object = False,

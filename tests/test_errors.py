@@ -543,10 +543,17 @@ BIND_CASES = [
     case(
         bind, ValueError, "weight_offset must be 0 without a weight, got 1.0", None, weight_offset=1
     ),
+    *(
+        case(bind, ValueError, TRAILING + f"{axis}: move the axis to the end first", W, axis=axis)
+        for axis in (-2, (), (-3, -1), (-1, -1), (1, 1))
+    ),
+    case(bind, TypeError, "axis must be an int or a tuple of ints, got 'last'", W, axis="last"),
+    case(bind, TypeError, f"out_dtype must be {ROW}, got int8", W, out_dtype="int8"),
 ]
 
 warm = norms.warmup
 SIZE = {"hidden_size": 64, "dtype": "float32"}
+QK = {"op": "qk_norm", **SIZE}
 WARMUP_CASES = [
     case(warm, TypeError, "op must be a string, got None", **SIZE),
     case(warm, ValueError, "op must be 'rms_norm', 'rms_norm_forward', ", "batch_norm", **SIZE),
@@ -586,6 +593,50 @@ WARMUP_CASES = [
         "calls must come alone, got other arguments beside it",
         "rms_norm",
         calls=[],
+    ),
+    *(
+        case(warm, TypeError, "calls must come alone, got other arg", calls=[], **{name: value})
+        for name, value in (("cast", "before_weight"), ("per_head", True), ("masked", "keep"))
+    ),
+    *(
+        case(warm, TypeError, f"calls must be an iterable of mappings, got {got}", calls=calls)
+        for calls, got in ((5, "int"), ("rms_norm", "'rms_norm'"), ({"op": "rms_norm"}, "dict"))
+    ),
+    case(warm, TypeError, "calls[1] must be a mapping, got int", calls=[QK, 5]),
+    case(
+        warm,
+        TypeError,
+        "calls[0] must have keys of op, hidden_size, cast, per_head, masked, dtype, weight_dtype, "
+        "bias_dtype, residual_dtype, out_dtype, dout_dtype, dweight_dtype, got 'size'",
+        calls=[{"op": "rms_norm", "size": 64}],
+    ),
+    case(warm, TypeError, "calls[0] must have keys of op, ", calls=[{1: 2}]),
+    case(
+        warm,
+        ValueError,
+        "calls[1]: hidden_size must be at least 1, got 0",
+        calls=(call for call in (QK, QK | {"hidden_size": 0})),
+    ),
+    case(
+        warm,
+        TypeError,
+        "calls[0]: weight_dtype must be a dtype, got 3",
+        calls=[QK | {"weight_dtype": 3}],
+    ),
+    *(
+        case(warm, ValueError, f"{name} must be None, since the call has no {what}", **QK, **option)
+        for name, what, option in (
+            ("bias_dtype", "such array", {"bias_dtype": "float32"}),
+            ("masked", "mask", {"masked": "zero"}),
+        )
+    ),
+    case(
+        warm,
+        ValueError,
+        "out_dtype must be float32, since dx has x's dtype, got float16",
+        "layer_norm_backward",
+        out_dtype="float16",
+        **SIZE,
     ),
 ]
 
@@ -697,7 +748,7 @@ def test_an_error_leaves_the_next_call_alone() -> None:
     np.testing.assert_array_equal(rms(X, W), expected)
 
 
-@pytest.mark.parametrize("options", [{"op": "rms_norm", "size": 4}, {"kernel": "rms"}])
-def test_warmup_refuses_unknown_options(options: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument"):
-        warm(calls=[options])
+def test_warmup_takes_what_calls_can_have() -> None:
+    backward = {"op": "add_rms_norm_backward", "out_dtype": "float16", "masked": "zero", **SIZE}
+    warm(calls=[QK | {"out_dtype": "float16", "per_head": True}, backward])
+    warm(calls=[], cast="once", per_head=False)
