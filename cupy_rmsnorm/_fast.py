@@ -9,6 +9,7 @@ A call qualifies if
   multiple of 16 bytes;
 - no array requires a gradient that would be recorded;
 - a given output shares no byte with another array, or is exactly an input that it may replace;
+- a statistic is made by the call, not given to it as an output;
 - every option has the type that its signature names: False == 0, and only one of them is right.
 
 Any other call, and the first of its kind, takes the general road, which checks, plans and compiles.
@@ -57,6 +58,7 @@ class Library:
     input: Callable[[Any, int], int]
     output: Callable[[Any, int], int]
     empty_like: Callable[[Any, Any], Any]  # a new array, of a dtype of the library's own
+    empty: Callable[[Any, tuple[int, ...], Any], Any]  # the same, of another shape than x
     dtype: Callable[[str], Any]
     stream: Callable[[int], int]  # the raw handle of the device's current stream
     written: Callable[[Any], None] | None  # told of outputs that the caller gave
@@ -93,6 +95,7 @@ def _torch_library(torch: Any) -> Library:
         input=input,
         output=output,
         empty_like=lambda x, dtype: empty_like(x, dtype=dtype),
+        empty=lambda x, shape, dtype: x.new_empty(shape, dtype=dtype),
         dtype=lambda name: getattr(torch, name),
         stream=raw_stream or (lambda index: torch.cuda.current_stream(index).cuda_stream),
         written=torch.autograd.graph.increment_version,
@@ -116,6 +119,7 @@ def _cupy_library(cupy: Any) -> Library:
         input=address,
         output=address,
         empty_like=lambda x, dtype: ndarray(x.shape, dtype),
+        empty=lambda x, shape, dtype: ndarray(shape, dtype),
         dtype=numpy_dtype,
         stream=lambda index: cuda.get_current_stream(index).ptr,
         written=None,
@@ -137,6 +141,9 @@ class Entry:
         self.buffers: deque[tuple[Any, int]] = deque()
         self.y_dtype = library.dtype(call.y.dtype)
         self.residual_dtype = library.dtype(call.residual.dtype) if call.residual else None
+        self.row_shape = call.row_shape
+        self.mean_dtype = library.dtype(call.mean.dtype) if call.mean else None
+        self.rstd_dtype = library.dtype(call.rstd.dtype) if call.rstd else None
         self._x_bytes = _nbytes(call.x)
         self._y_bytes = _nbytes(call.y)
         self._residual_bytes = _nbytes(call.residual)
@@ -231,8 +238,8 @@ def forward(
     out: Any,
     residual_out: Any,
     learnt: Entry | None = None,
-) -> tuple[Any, Any] | None:
-    """y and residual_out, or None: the call has to take the general road.
+) -> tuple[Any, Any, Any, Any] | None:
+    """y, residual_out, mean and rstd, or None: the call has to take the general road.
 
     `entries` is what is `kept` of such calls; `learnt` joins it, if this call qualifies. All is one
     function for the sake of its speed.
@@ -312,13 +319,25 @@ def forward(
         residual_out_at = library.output(sums, device)
         if not residual_out_at or residual_out_at % ALIGNMENT:
             return None
+    mean = rstd = None
+    mean_at = rstd_at = 0
+    if entry.rstd_dtype is not None:
+        rstd = library.empty(x, entry.row_shape, entry.rstd_dtype)
+        rstd_at = library.output(rstd, device)
+        if not rstd_at:
+            return None
+        if entry.mean_dtype is not None:
+            mean = library.empty(x, entry.row_shape, entry.mean_dtype)
+            mean_at = library.output(mean, device)
+            if not mean_at:
+                return None
     try:
         held = entry.buffers.pop()
     except IndexError:
         held = entry.new_buffer()
     buffer, address = held
     _ADDRESSES.pack_into(
-        buffer, 8, y_at, residual_out_at, 0, 0, x_at, residual_at, weight_at, bias_at
+        buffer, 8, y_at, residual_out_at, mean_at, rstd_at, x_at, residual_at, weight_at, bias_at
     )
     entry.launch(
         entry.handle,
@@ -339,7 +358,7 @@ def forward(
             library.written(out)
         if residual_out is not None:
             library.written(residual_out)
-    return y, sums
+    return y, sums, mean, rstd
 
 
 def remember(

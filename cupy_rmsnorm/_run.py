@@ -134,7 +134,7 @@ def add_normalize(
         if kept is not None:
             done = _fast.forward(kept, x, residual, weight, bias, out, residual_out)
             if done is not None:
-                return done
+                return done[0], done[1]
     outputs = forward(
         function,
         norm,
@@ -178,6 +178,13 @@ def forward(
 
     `kept` is given where a later call like this one may take the short road.
     """
+    masked = where is not None or valid_rows is not None
+    if statistics and not masked and mean_out is None and rstd_out is None:
+        kept = _fast.kept(function, options, out_dtype)
+        if kept is not None and (residual is not None) == adds:
+            done = _fast.forward(kept, x, residual, weight, bias, out, residual_out)
+            if done is not None:
+                return Outputs(*done)
     caller = Caller("x", x)
     checked = check_forward(
         function,

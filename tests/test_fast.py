@@ -246,6 +246,24 @@ def test_outputs_are_made_as_on_the_general_road(
         assert library.address(short) != library.address(general)
 
 
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_statistics(driver: Driver, library: Any, norm: str) -> None:
+    x, residual = library.empty((2, ROWS, HIDDEN_SIZE)), library.empty((2, ROWS, HIDDEN_SIZE))
+    made = [getattr(norms, f"add_{norm}_forward")(x, residual) for _ in range(2)]
+    given = library.empty((2, ROWS), "float32")
+    getattr(norms, f"add_{norm}_forward")(x, residual, rstd_out=given)
+    assert [launch.short for launch in driver.launches] == [False, True, False]
+    for general, short in zip(*made, strict=True):
+        assert (type(short), short.dtype, short.shape) == (
+            type(general),
+            general.dtype,
+            general.shape,
+        )
+    fields = _kernel._packer("norm_forward", "float32").unpack(driver.launches[1].packed)
+    outputs = [library.address(array) for array in made[1]]
+    assert [field for field in fields[:4] if field] == outputs
+
+
 def test_bound(driver: Driver, library: Any) -> None:
     x, out = library.empty((ROWS, HIDDEN_SIZE)), library.empty((ROWS, HIDDEN_SIZE))
     bound = norms.bind_layer_norm(library.empty((HIDDEN_SIZE,)))
@@ -566,8 +584,9 @@ def emulated() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("statistics", ["", "_forward"])
 @pytest.mark.parametrize("function", ["rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"])
-def test_both_roads_give_the_same_bits(function: str, in_place: bool) -> None:
+def test_both_roads_give_the_same_bits(function: str, statistics: str, in_place: bool) -> None:
     reason = missing("emulator")
     if reason is not None:
         pytest.skip(reason)
@@ -595,8 +614,8 @@ def test_both_roads_give_the_same_bits(function: str, in_place: bool) -> None:
                     outputs = {"out": x, "residual_out": residual} if adds else {"out": x}
                 if forget:
                     _fast.forget()
-                made = getattr(norms, function)(*arrays, *parameters, **outputs)
-                for array in made if adds else (made,):
+                made = getattr(norms, function + statistics)(*arrays, *parameters, **outputs)
+                for array in made if isinstance(made, tuple) else (made,):
                     results[-1].append(emulator.to_numpy(array).tobytes())
     assert roads == ["general", "short", "general", "general"]
     assert results[0] == results[1]
