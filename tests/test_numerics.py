@@ -119,6 +119,21 @@ def test_an_overflowing_sum_of_squares(backend: Backend, dtype: str, hidden_size
 
 
 @pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("hidden_size", "value"), [(64, 1e20), (4096, 1e18)])
+def test_backward_of_an_overflowing_sum_of_squares(
+    backend: Backend, norm: str, hidden_size: int, value: float
+) -> None:
+    x = np.full((2, hidden_size), value, np.float32)
+    x[:, ::2] *= -1
+    arriving = inputs.array(x.shape, "float32")
+    case = Case(x=x, norm=norm, weight=inputs.weight(hidden_size, "float32"))
+    given = Gradient(dout=np.ones_like(x), added=True, dresidual_out=arriving)
+    got = backward(backend, case, given)
+    compare.equal(got["dx"], arriving, norm)
+    np.testing.assert_array_equal(got["dweight"], 0)
+
+
+@pytest.mark.parametrize("norm", NORMS)
 def test_float64_does_not_overflow_there(backend: Backend, norm: str) -> None:
     case = Case(x=1e20 * inputs.array((2, 64), "float64"), norm=norm)
     check_forward(case, forward(backend, case, statistics=True))
