@@ -109,7 +109,7 @@ def candidate_launches(plan: Plan, kind: ForwardKind, rows: int) -> list[_plan.L
     if plan.kernel != "norm_forward":
         return [_plan.choose_launch(plan, rows, kind.staged_itemsize, SM_COUNT)]
     launches: list[_plan.Launch] = []
-    for block in (32, 64, 128, 256, 512):
+    for block in (32, 128, 512):
         rows_per_block = max(1, block // plan.threads_per_row)
         threads = plan.threads_per_row * rows_per_block
         if threads % 32 == 0 and (not launches or launches[-1].block != threads):
