@@ -261,8 +261,9 @@ def _host_view(name: str, value: Any, output: bool) -> np.ndarray:
         try:
             return _from_dlpack(value)
         except (BufferError, RuntimeError, TypeError) as error:
-            # NumPy reads no bfloat16 by DLPack, and old exports cannot be read-only.
             reason = f"{_refuse.kind(value)}, whose DLPack export failed ({error})"
+            if "dtype" in str(error):
+                reason += "; NumPy reads no bfloat16 by DLPack"
     if offers(value, "__array_interface__") or has_buffer(value):
         return np.asarray(value)
     if output or not offers(value, "__array__"):

@@ -238,6 +238,16 @@ def test_a_failed_export_says_why() -> None:
         norms.rms_norm(X, out=x)
 
 
+def test_bfloat16_by_dlpack_alone_is_refused(torch: Any) -> None:
+    x = DLPackOnly(torch.from_numpy(X).bfloat16())  # type: ignore[arg-type]
+    why = r"\(Unsupported dtype in DLTensor\.\); NumPy reads no bfloat16 by DLPack$"
+    for out in (None, x):
+        with pytest.raises(
+            TypeError, match=r"^(x|out) must be an array whose memory NumPy .*" + why
+        ):
+            norms.rms_norm(x if out is None else X, out=out)
+
+
 class Copied(DLPackOnly):
     """An array whose bfloat16 values NumPy gets as a copy alone."""
 

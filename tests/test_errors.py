@@ -717,6 +717,27 @@ def test_every_function_has_the_shared_rules(
         function(*required, **options)
 
 
+@pytest.mark.parametrize("dtype", ["i1", "u8", "c8", "V0", "S3", object])
+@pytest.mark.parametrize("function", [*FORWARD, *BACKWARD, norms.qk_norm], ids=lambda f: f.__name__)
+def test_any_array_of_another_dtype_is_named(function: Callable[..., Any], dtype: Any) -> None:
+    """Before memory is compared, which needs the size of an element."""
+    parameters = inspect.signature(function).parameters
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("weight", "bias"), (4,))
+    shapes |= dict.fromkeys(("q_weight", "k_weight", "dweight_out", "dbias_out"), (4,))
+    shapes |= dict.fromkeys(("mean", "rstd", "mean_out", "rstd_out", "where"), ROWS)
+    shapes |= dict.fromkeys(("x", "residual", "residual_out", "q", "k", "out"), X.shape)
+    shapes |= dict.fromkeys(("q_out", "k_out", "dout", "dresidual_out", "dx_out"), X.shape)
+    shapes["valid_rows"] = ()
+    arrays = {name: new(shapes[name]) for name in parameters if name in shapes}
+    if "where" in arrays:
+        arrays |= {"where": np.ones(ROWS, bool), "valid_rows": np.array(6)}
+    assert len(arrays) >= 6
+    for name in arrays:
+        wrong = np.zeros(shapes[name], dtype)
+        with pytest.raises(TypeError, match=f"^{name} must be "):
+            function(**arrays | {name: wrong})
+
+
 @pytest.mark.parametrize(
     "eps", [3, 3.0, np.int64(3), np.float64(3), np.float32(3), np.float16(3), ml_dtypes.bfloat16(3)]
 )
