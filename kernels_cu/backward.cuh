@@ -108,9 +108,10 @@ __host__ __device__ constexpr bool is_held(int elements, int threads) {
     if (elements * accumulation <= 64) {
         return elements * (staged + static_cast<int>(sizeof(W))) <= 192;
     }
-    // Longer rows where it is certain: the weight comes to be held in the accumulation type.
+    // Longer rows where it is certain: the weight comes to be held in the accumulation type, and
+    // registers are given to four warps at a time.
     const int registers = elements * (accumulation * (is_array<DB> ? 3 : 2) + staged) / 4;
-    return registers + 40 <= 64 * 1024 / threads && registers <= 208;
+    return registers + 40 <= 64 * 1024 / ((threads + 127) / 128 * 128) && registers <= 208;
 }
 
 // Blocks of an SM for __launch_bounds__; 0 leaves it to the compiler. It spills a few registers in
