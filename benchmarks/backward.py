@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backward functions beside torch's own kernels, torch.compile, Liger and QuACK.
 
-    python benchmarks/backward.py --json benchmarks/results/backward.json [--budget 70]
+    python -m benchmarks.backward --json benchmarks/results/backward.json [--budget 70]
 
 Statistics are given, the weight's (and bias's) gradient is included. The copy of a row is 1.5 times
 the fastest copy of two tensors in the same race, 2 times where a residual gradient arrives too.

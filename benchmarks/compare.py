@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward functions beside a device copy, torch, torch.compile, Liger, QuACK and FlashInfer.
 
-    python benchmarks/compare.py --json benchmarks/results/compare.json [--budget 170] [--only TEXT]
+    python -m benchmarks.compare --json benchmarks/results/compare.json [--budget 170] [--only TEXT]
 
 Needs a GPU and torch; of the others, those that can be imported take part. A row's ratio is the
 time of the fastest copy of the same bytes in the same race over its own. Rows with a `case` come

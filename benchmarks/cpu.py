@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The NumPy backend against the plain NumPy expression and torch on the CPU.
 
-    python benchmarks/cpu.py [--rounds 15] [--output benchmarks/results/cpu.json]
+    python -m benchmarks.cpu [--rounds 15] [--output benchmarks/results/cpu.json]
 
 All take turns within one run, on one thread and on two; a figure is the fastest round, because what
 else the machine does only ever adds to a time. "ours" writes into given outputs, as does the last

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a call costs on the host, where the kernel is shorter than the call: 4 rows of 4096.
 
-    python benchmarks/host.py [--rounds 15] [--json benchmarks/results/host.json]
+    python -m benchmarks.host [--rounds 15] [--json benchmarks/results/host.json]
 
 A figure is the median over rounds of the microseconds from the begin of one call to that of the
 next, with the GPU far from busy. All candidates take turns within one run, forwards and backwards.
@@ -19,7 +19,7 @@ import statistics
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -248,13 +248,14 @@ def show_bars(times: dict[Case, float]) -> None:
         )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(description="Host microseconds of each path of a call.")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="of what is measured, where git cannot say")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    race.need_gpu()
     begin = time.perf_counter()
     with torch.no_grad():
         calls, missing = candidates()

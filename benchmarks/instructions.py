@@ -2,17 +2,18 @@
 """What the study kernels compile to: registers, loads, barriers, shuffles. Needs no GPU.
 
 `python -m benchmarks.instructions` writes results/instructions.json, one row an instantiation,
-architecture and set of options.
+architecture and set of options. It takes about a minute, and needs nvdisasm.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,17 @@ def rows() -> list[dict[str, Any]]:
     return found
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compile all of them and write the table."""
+    parser = argparse.ArgumentParser(description="Count what the study kernels compile to.")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="default: %(default)s")
+    options = parser.parse_args(arguments)
+    if compiled.disassembler() is None:
+        raise SystemExit("this benchmark needs nvdisasm: pip install nvidia-cuda-nvdisasm")
     lines = ",\n".join(json.dumps(row) for row in rows())
-    RESULTS.write_text(f'{{"meta": {json.dumps(compiled.versions())},\n"rows": [\n{lines}\n]}}\n')
+    head = json.dumps(compiled.versions())
+    options.json.write_text(f'{{"meta": {head},\n"rows": [\n{lines}\n]}}\n')
+
+
+if __name__ == "__main__":
+    main()

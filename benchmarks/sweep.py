@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times every forward plan that makes sense for a shape, beside the device copy of its bytes.
 
-``python benchmarks/sweep.py --json benchmarks/results/sweep.json`` writes one row a candidate plan;
+``python -m benchmarks.sweep --json benchmarks/results/sweep.json`` writes one row a candidate plan;
 the tables in ``cupy_rmsnorm/_plan.py`` are read off the fastest ones.
 """
 
@@ -13,6 +13,7 @@ import json
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -232,13 +233,14 @@ def sweep(op: str, dtype: str, rows: int, hidden_size: int, rounds: int) -> list
     return result
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--commit", help="where this is no git checkout")
     parser.add_argument("--only", default="", help="substring of 'op dtype rowsxhidden_size'")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    race.need_gpu()
     rows = []
     for shape in SHAPES:
         label = f"{shape[0]} {shape[1]} {shape[2]}x{shape[3]}"

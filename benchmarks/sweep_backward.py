@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times every backward plan that makes sense for a shape, and checks what each computes.
 
-``python benchmarks/sweep_backward.py --json FILE`` writes one row a candidate; the tables in
+``python -m benchmarks.sweep_backward --json FILE`` writes one row a candidate; the tables in
 ``cupy_rmsnorm/_plan_backward.py`` are read off the fastest ones. The yardstick is 1.5 times the
 copy of two tensors of the same run (2 times with a separate gradient of the residual).
 """
@@ -15,12 +15,14 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import race
 from cupy_rmsnorm import _bench, _cuda_backward, _kernel, _plan, _plan_backward
 from cupy_rmsnorm._cuda_backward import BackwardKind
 from cupy_rmsnorm._dtypes import TABLE, numpy_dtype
@@ -348,13 +350,14 @@ def sweep(op: str, dtype: str, rows: int, hidden_size: int, rounds: int) -> list
     return result
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="substring of 'op dtype rowsxhidden_size'")
     parser.add_argument("--seconds", type=float, default=75, help="begin no shape after so long")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    race.need_gpu()
     path = options.json
     if path is None and "OUT" in os.environ:
         path = Path(os.environ["OUT"]) / "sweep_backward.json"

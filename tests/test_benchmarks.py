@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""compare.py and backward.py as far as no GPU is needed: shapes, results, bars, the report."""
+"""The benchmarks as far as no GPU is needed: shapes, results, bars, the report."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import re
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import backward, compare, race, report, shapes
+from benchmarks import backward, compare, instructions, race, report, shapes
 from benchmarks.race import Candidate, Timing
 from benchmarks.shapes import Shape
 from cupy_rmsnorm import _bench
@@ -308,11 +309,34 @@ def test_a_candidate_that_fails_does_not_end_the_race(monkeypatch: pytest.Monkey
     assert len(synchronized) >= 4
 
 
-@pytest.mark.parametrize("command", [compare, backward])
-def test_a_command_says_why_it_cannot_run(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["compare", "backward", "host", "sweep", "sweep_backward"])
+def test_a_command_says_why_it_cannot_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "host":
+        pytest.importorskip("cupy")
+        pytest.importorskip("torch")
     monkeypatch.setattr(race._info, "available", lambda: (False, "no NVIDIA driver was found"))
     with pytest.raises(SystemExit, match="needs a GPU: no NVIDIA driver was found"):
-        command.main([])
+        importlib.import_module(f"benchmarks.{name}").main([])
+
+
+def test_instructions_are_not_counted_without_a_disassembler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(instructions.compiled, "disassembler", lambda: None)
+    with pytest.raises(SystemExit, match="needs nvdisasm: pip install nvidia-cuda-nvdisasm"):
+        instructions.main(["--json", str(tmp_path / "instructions.json")])
+    assert not list(tmp_path.iterdir())
+
+
+def test_instructions_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(instructions.compiled, "disassembler", lambda: "nvdisasm")
+    monkeypatch.setattr(instructions.compiled, "versions", lambda: {"nvrtc": "12.9"})
+    monkeypatch.setattr(instructions, "rows", lambda: [{"impl": "f32"}, {"impl": "f32x4"}])
+    instructions.main(["--json", str(tmp_path / "instructions.json")])
+    assert json.loads((tmp_path / "instructions.json").read_text()) == {
+        "meta": {"nvrtc": "12.9"},
+        "rows": [{"impl": "f32"}, {"impl": "f32x4"}],
+    }
 
 
 # Baselines -------------------------------------------------------------------------------------
