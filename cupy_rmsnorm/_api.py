@@ -298,7 +298,7 @@ def qk_norm(
     """Normalise the heads of q and k, each over its last axis, as `rms_norm` does.
 
     q and k may be slices of one packed qkv buffer, and may be normalised in place there. Values
-    are rounded once to x's dtype, after float32 arithmetic (float64 for float64).
+    are rounded once to the dtype of q and k, after float32 arithmetic (float64 for float64).
 
     Parameters
     ----------

@@ -39,6 +39,15 @@ PARAGRAPHS = {
                 independent of x's among float16, bfloat16 and float32; float64 goes with float64
                 only. A Python or NumPy number is a constant.
             bias : array or number, optional
+                Added after the multiplication; shape and dtypes as of `weight`. It is the last
+                argument that may be positional: `eps` and all others go by name.
+        """,
+        "bound_parameters": """
+            weight : array, number or None
+                Shape of the normalised axes, with one more leading axis if `per_head`. Its dtype is
+                independent of x's among float16, bfloat16 and float32; float64 goes with float64
+                only. A Python or NumPy number is a constant.
+            bias : array or number, optional
                 Added after the multiplication; shape and dtypes as of `weight`.
         """,
         "options": """
@@ -95,7 +104,8 @@ PARAGRAPHS = {
         """,
         "y": """
             y : array
-                Of x's library, shape and dtype; `out` if it was given.
+                Of x's library and shape; of x's dtype if neither `out_dtype` nor `out` says
+                otherwise. It is `out` if that was given.
         """,
         "residual_sum": """
             residual_out : array
@@ -129,7 +139,8 @@ PARAGRAPHS = {
         """,
         "mean_backward": """
             mean : array, optional
-                As forward returned it; None recomputes it.
+                As forward returned it; None recomputes it. It stands before `rstd`, where RMSNorm's
+                functions have no `mean`: pass both by name.
         """,
         "rstd_backward": """
             rstd : array, optional

@@ -85,7 +85,7 @@ def bind_rms_norm(
 
     Parameters
     ----------
-    {parameters}
+    {bound_parameters}
     eps : float, default 1e-6
         As in `rms_norm`.
     {bound_options}
@@ -130,7 +130,7 @@ def bind_layer_norm(
 
     Parameters
     ----------
-    {parameters}
+    {bound_parameters}
     eps : float, default 1e-5
         As in `layer_norm`.
     {bound_options}
@@ -219,7 +219,8 @@ def warmup(
     Parameters
     ----------
     op : str
-        The name of a public function, such as "rms_norm" or "layer_norm_backward".
+        The name of a public function, such as "rms_norm" or "layer_norm_backward". It,
+        `hidden_size` and `dtype` are required, here or in each mapping of `calls`.
     hidden_size : int
         The number of elements of a row.
     dtype : dtype
