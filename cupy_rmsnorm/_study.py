@@ -170,15 +170,29 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--variant", action="append", metavar="TEXT", help="only names that contain TEXT"
     )
-    parser.add_argument("--activations", type=Path, default=SAMPLE, metavar="FILE.npz")
+    parser.add_argument(
+        "--activations",
+        type=Path,
+        default=SAMPLE,
+        metavar="FILE.npz",
+        help="rows for the case of real activations: a file of numpy.savez with one uint16 array, "
+        "the bits of bfloat16 rows along its last axis; arrays of other dtypes are ignored "
+        "(default: the sample that comes with the package)",
+    )
     parser.add_argument(
         "--budget", type=float, metavar="SECONDS", help="start no further case after this time"
     )
     parser.add_argument("--show-all", action="store_true", help="print whole outputs")
-    parser.add_argument("--list", action="store_true", help="list variants and cases, and stop")
-    parser.add_argument("--csv", type=Path, metavar="FILE")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--plot", type=Path, metavar="DIR", help="needs matplotlib")
+    parser.add_argument("--list", action="store_true", help="list what would run, and stop")
+    parser.add_argument(
+        "--csv", type=Path, metavar="FILE", help="write the table to FILE, anew after every case"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="the same, with versions, device and commit"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="DIR", help="draw the results into DIR (needs matplotlib)"
+    )
     return parser
 
 
@@ -195,8 +209,10 @@ def run(
         for case in cases(*rows.shape)
         if args.case is None or any(text in case.name for text in args.case)
     ]
+    jobs = [(case, dtype) for case in chosen for dtype in _dtypes(case, args.dtype)]
+    ops = args.op or OPS
     if args.list:
-        _print_list(chosen)
+        _print_list(jobs, ops, args.variant)
         return 0
     usable, reason = _info.available()
     if not usable:
@@ -206,8 +222,6 @@ def run(
         raise StudyError("--plot needs matplotlib: pip install matplotlib")
 
     begin = time.monotonic()
-    jobs = [(case, dtype) for case in chosen for dtype in _dtypes(case, args.dtype)]
-    ops = args.op or OPS
     races = [Race(case, dtype, ops, args.variant, rows) for case, dtype in jobs]
     _compile(races, progress)
     report = Report(args.csv, args.json, numeric_claims())
@@ -237,11 +251,30 @@ def _dtypes(case: Case, wanted: Iterable[str] | None) -> list[str]:
     return [dtype for dtype in dtypes if wanted is None or dtype in wanted]
 
 
-def _print_list(chosen: Iterable[Case]) -> None:
-    for variant in variants.TABLE:
-        op = f"{variant.norm}_norm"
-        print(f"{op:11} {variant.name:27} {variant.dtype:9} {variant.sizes}: {variant.summary}")
-    print("\nCases:", ", ".join(case.name for case in chosen))
+def _wanted(
+    case: Case, dtype: str, ops: Iterable[str], names: Iterable[str] | None
+) -> list[Variant]:
+    """The variants that run on a case; of some, a GPU may be too old."""
+    return [
+        variant
+        for variant in (_all_variants() if case.group == "rows" else variants.TABLE)
+        if f"{variant.norm}_norm" in ops
+        and variant.dtype == dtype
+        and case.hidden_size in variant.sizes
+        and (names is None or any(text in variant.name for text in names))
+    ]
+
+
+def _print_list(
+    jobs: Iterable[tuple[Case, str]], ops: Iterable[str], names: Iterable[str] | None
+) -> None:
+    found = {(case.name, dtype): _wanted(case, dtype, ops, names) for case, dtype in jobs}
+    listed = {variant for wanted in found.values() for variant in wanted}
+    for variant in _all_variants():
+        if variant in listed:
+            op = f"{variant.norm}_norm"
+            print(f"{op:11} {variant.name:27} {variant.dtype:9} {variant.sizes}: {variant.summary}")
+    print("\nCases:", ", ".join(dict.fromkeys(case for (case, _), each in found.items() if each)))
 
 
 # One race ------------------------------------------------------------------------------------
@@ -264,13 +297,7 @@ class Race:
         self.nbytes = 2 * math.prod(case.shape) * DTYPES[dtype].itemsize
         arch = _kernel.device_properties(_current_device()).arch
         self.variants = [
-            variant
-            for variant in (_all_variants() if case.group == "rows" else variants.TABLE)
-            if f"{variant.norm}_norm" in self.ops
-            and variant.dtype == dtype
-            and case.hidden_size in variant.sizes
-            and variant.min_arch <= arch
-            and (names is None or any(text in variant.name for text in names))
+            variant for variant in _wanted(case, dtype, self.ops, names) if variant.min_arch <= arch
         ]
         self.peers = names is None
 

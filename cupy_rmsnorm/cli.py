@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -45,7 +45,10 @@ class UsageError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 0, 1 (a result is wrong) or 2 (wrong usage)."""
+    """Run the command; the exit status is 0, 1 (a result is wrong) or 2 (wrong usage).
+
+    It is 141, as of a program that SIGPIPE ended, if nobody reads the output any more.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # it may not know a file name's letters
     try:
@@ -58,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = str(error)
     except MemoryError as error:
         message = f"not enough memory: {error}"
+    except BrokenPipeError:
+        _drop_output()
+        return 141
     except OSError as error:
         message = f"cannot write {error.filename or 'the output'}: {error.strerror or error}"
         if error.filename is None:
@@ -165,8 +171,18 @@ class Job:
         function, _ = OPS[self.op]
         try:
             return function(x, weight, bias, eps=self.eps, out=out)
-        except (TypeError, ValueError) as error:
+        except TypeError as error:
+            raise UsageError(f"{error}{self._remedy()}") from error
+        except ValueError as error:
             raise UsageError(str(error)) from error
+
+    def _remedy(self) -> str:
+        """What to do where float64 meets another dtype."""
+        given = [array.dtype for array in (self.weight, self.bias) if array is not None]
+        wide = {dtype == np.float64 for dtype in given}
+        if wide != {self.x.dtype != np.float64}:
+            return ""
+        return f"; convert x by --dtype {given[0]}"
 
 
 @dataclass
@@ -573,7 +589,13 @@ def print_rows(title: str, rows: Rows) -> None:
     table.add_column(overflow="fold")
     for label, value in rows:
         table.add_row(label, Text(value))
-    Console().print(table)
+
+    def broken_pipe() -> NoReturn:
+        raise  # the BrokenPipeError, which `main` handles; rich would end in status 1
+
+    console = Console()
+    console.on_broken_pipe = broken_pipe
+    console.print(table)
 
 
 if __name__ == "__main__":

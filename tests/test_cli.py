@@ -238,6 +238,9 @@ def wrong_inputs(tmp_path: Path) -> None:
         np.save(tmp_path / name, array, **options)
 
     save("x.npy", np.ones((2, 8), np.float32))
+    save("double.npy", np.ones((2, 8)))
+    save("weight.npy", np.ones(8, np.float32))
+    save("weight64.npy", np.ones(8))
     save("short.npy", np.ones(7, np.float32))
     save("integers.npy", np.ones((2, 8), np.int64))
     save("complex.npy", np.ones((2, 8), np.complex128))
@@ -276,6 +279,8 @@ def wrong_inputs(tmp_path: Path) -> None:
         (["x.npy", "--weight", "short.npy"], ["weight must have shape (8,), got (7,)"]),
         (["x.npy", "--bias", "short.npy"], ["bias must have shape (8,), got (7,)"]),
         (["x.npy", "--weight", "integers.npy"], ["weight"]),
+        (["double.npy", "--weight", "weight.npy"], ["got float32; convert x by --dtype float32"]),
+        (["x.npy", "--weight", "weight64.npy"], ["got float64; convert x by --dtype float64"]),
         (["x.npy", "--eps", "-1"], ["eps"]),
         (["x.npy", "--eps", "nan"], ["eps"]),
         (["x.npy", "--out", "y.txt"], ["--out must end in .npy, got y.txt"]),
@@ -580,6 +585,7 @@ def program(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def call(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+        environment["PYTHONUNBUFFERED"] = ""  # argparse hides what a write raises then
         environment |= options.pop("env", {})
         options.setdefault("stdout", subprocess.PIPE)
         return subprocess.run(
@@ -604,6 +610,20 @@ def test_output_that_cannot_be_written(
         done = program(*arguments, stdout=full)
     assert done.returncode == 2
     assert done.stderr == "cupy-rmsnorm: cannot write the output: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["info"], ["--help"], ["study", "--list"], ["demo", "x.npy", "--device", "cpu"]]
+)
+def test_output_that_nobody_reads(
+    program: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, arguments: list[str]
+) -> None:
+    np.save(tmp_path / "x.npy", np.ones((2, 8), np.float32))
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as output:
+        done = program(*arguments, stdout=output)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_letters_that_the_output_does_not_know(

@@ -540,6 +540,25 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
         assert case in printed
 
 
+@pytest.mark.parametrize(
+    ("options", "count", "cases"),
+    [
+        (["--op", "rms_norm", "--variant", "f16x8_pack_f32", "--case", "4096x4096"], 4, 1),
+        (["--variant", "f32x4", "--dtype", "float16"], 0, 0),
+        (["--op", "layer_norm", "--variant", "f16_f16", "--case", "x128x1024"], 1, 6),
+        (["--dtype", "bfloat16", "--variant", "bf16x8_pack_f32"], 2, 8),
+    ],
+)
+def test_the_list_is_of_what_would_run(
+    options: list[str], count: int, cases: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["study", "--list", *options]) == 0
+    *lines, blank, last = capsys.readouterr().out.splitlines()
+    assert (len(lines), blank) == (count, "")
+    assert all(options[options.index("--variant") + 1] in line for line in lines)
+    assert len([name for name in last.removeprefix("Cases:").split(",") if name.strip()]) == cases
+
+
 def test_without_a_gpu_it_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     with mock.patch.object(_study._info, "available", return_value=(False, "there is none")):
         assert cli.main(["study"]) == 2
