@@ -242,7 +242,7 @@ def test_the_gpu_grants_the_shared_memory_of_its_plans(cupy: ModuleType) -> None
     assert _plan.shared_limit(arch) + _plan.SHARED_RESERVE <= granted
 
 
-# CASES.md B50: exactly at and around the sizes where shared memory needs asking for.
+# Exactly at and around the sizes where shared memory needs asking for.
 @pytest.mark.parametrize("hidden_size", [12287, 12288, 12289, 16384, 16385, 57344, 65536])
 def test_long_rows_of_an_added_residual(device: Backend, hidden_size: int) -> None:
     shape = (3, hidden_size)
