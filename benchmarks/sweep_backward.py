@@ -157,8 +157,7 @@ class Buffers:
         self.dweight = cupy.empty(hidden_size, dtype)
         self.dbias = cupy.empty(hidden_size, dtype)
         self.parts = cupy.empty((2, parts, hidden_size), "float32")
-        self.arrivals = cupy.empty(1, "int64")
-        self.arrivals.fill(-1)
+        self.arrivals = cupy.zeros(1, "int32")
         x = self.rings["x"][0].astype("float32")
         self.mean = x.mean(-1)
         if kind.norm == "layer":
@@ -213,7 +212,6 @@ class Buffers:
             "heads": 1,
             "parts": launch.parts,
             "elements": self.hidden_size,
-            "call": 12345 << 16,
             "eps": EPS,
             "weight": self.weight.data.ptr,
             "mean": self.mean.data.ptr,
@@ -307,6 +305,8 @@ def sweep(op: str, dtype: str, rows: int, hidden_size: int, rounds: int) -> list
             summing: Any = summing,
         ) -> None:
             stream = cupy.cuda.get_current_stream().ptr
+            if launch.last_block_sums:
+                _kernel.clear(buffers.arrivals.data.ptr, buffers.arrivals.nbytes, stream)
             _kernel.launch(
                 function, launch.grid, launch.block, launch.shared_bytes, stream, packed[i]
             )
@@ -354,6 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--commit", help="where this is no git checkout")
     parser.add_argument("--only", default="", help="substring of 'op dtype rowsxhidden_size'")
     parser.add_argument("--seconds", type=float, default=75, help="begin no shape after so long")
     options = parser.parse_args(arguments)
@@ -388,7 +389,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 flush=True,
             )
         if path:
-            path.write_text(json.dumps({"rows": rows}, indent=1))
+            lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+            head = json.dumps(race.meta(options.rounds, options.commit))
+            path.write_text(f'{{\n"meta": {head},\n"rows": [\n{lines}\n]\n}}\n')
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import secrets
 from dataclasses import dataclass
 
 from . import _kernel
@@ -29,10 +27,6 @@ from ._plan_backward import (
 _MASKS = {False: "ALL_ROWS", True: "ZERO_OTHERS"}
 _OUTPUTS = frozenset(("dx", "dresidual", "dweight", "dbias"))
 _ROW_ARRAYS = ("dx", "dresidual", "dout", "x", "dresidual_out")
-
-# The number by which a call's blocks know their counter, see ARRIVAL_BITS in backward.cuh. Starts
-# at random, so that what another process left in memory is not taken for a call's own.
-_calls = itertools.count((secrets.randbits(46) + 1) << 16, 1 << 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +161,8 @@ class Run:
         last_block_sums = launch.last_block_sums and kind.sums > 0
         self._allocate_parts(launch.parts)
         if last_block_sums:
-            self.arguments["arrivals"] = self._room("arrivals", (1,), "int64")
+            self.arguments["arrivals"] = self._room("arrivals", (1,), "int32")
+            self.clear("arrivals", TABLE["int32"].itemsize)
         self._launch(kind, plan, launch)
         if not last_block_sums:
             self._sum_parts(launch.parts)
@@ -221,6 +216,9 @@ class Run:
             function, launch.grid, launch.block, launch.shared_bytes, space.stream, packed
         )
 
+    def clear(self, name: str, nbytes: int) -> None:
+        _kernel.clear(int(self.arguments[name]), nbytes, self.call.space.stream)
+
     def _room(self, name: str, shape: tuple[int, ...], dtype: str) -> int:
         """The address of new room in the workspace."""
         array = self.call.space.empty(name, shape, dtype)
@@ -243,7 +241,6 @@ class Run:
             "heads": self.heads,
             "parts": 0,
             "elements": self.elements,
-            "call": next(_calls),
             "eps": call.eps,
             "weight_offset": call.weight_offset,
             "weight_constant": 0.0 if isinstance(call.weight, Array) else call.weight,

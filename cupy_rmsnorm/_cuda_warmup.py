@@ -116,6 +116,9 @@ class _Recorder(Run):
     def enqueue(self, specialisation: Specialisation, launch: BackwardLaunch) -> None:
         self.built.append((specialisation, launch.shared_bytes))
 
+    def clear(self, name: str, nbytes: int) -> None:
+        """Nothing is ever read."""
+
 
 def _backward(call: WarmupCall, valid_rows: str, device: int) -> Iterator[Built]:
     heads = HEADS if call.per_head else (0,)

@@ -84,7 +84,6 @@ BACKWARD_PARAMETERS = (
     ("x_strides.inner", "int64"),
     ("dresidual_out_strides.outer", "int64"),
     ("dresidual_out_strides.inner", "int64"),
-    ("call", "int64"),
     ("eps", "accumulation"),
     ("weight_offset", "accumulation"),
     ("weight_constant", "accumulation"),
@@ -245,6 +244,13 @@ class Launched(NamedTuple):
     shared_bytes: int
     packed: bytes
     launch_kernel: Callable[..., None]
+
+
+def clear(pointer: int, nbytes: int, stream: int) -> None:
+    """Enqueue that `nbytes` bytes become zero."""
+    from cupy.cuda import runtime
+
+    runtime.memsetAsync(pointer, 0, nbytes, stream)
 
 
 def launch(

@@ -8,7 +8,6 @@ number of rows and of SMs.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 from ._dtypes import TABLE
@@ -22,16 +21,21 @@ CLUSTER_SIZES = (1, 2, 4, 8)
 # Clusters lie within a part of the GPU that has 16 to 20 SMs; what is left there stays idle. A grid
 # of more clusters than run at once would take twice as long.
 GPU_PARTS = 8
-# Rows share a block until it has this many threads: fewer where a row lies within a warp. A ring of
-# rows keeps an SM busy with few threads.
-BLOCK_THREADS = 256
-WARP_ROWS_BLOCK_THREADS = 128
-THREADS_PER_SM = 256
+# The thresholds below were read off benchmarks/results/sweep_backward.json (H200).
+# Rows share a block until it has this many threads, or this many bytes of a stage: fewer where a
+# row lies within a warp. A ring of rows keeps an SM busy with few threads.
+BLOCK_THREADS = 512
+WARP_ROWS_BLOCK_THREADS = 256
+BLOCK_ROW_BYTES = 48 * 1024
+FEW_BLOCK_THREADS = 256
+# Two blocks an SM where rows lie within a warp, or blocks of a cluster have so few threads.
+CLUSTER_BLOCK_THREADS = 256
 MAX_BLOCKS_PER_SM = 2  # bounds the workspace: parts of dweight are 2 * SMs at most
 MAX_STAGES = 4
 # Two stages, or as many as these bytes of an SM hold: with more on its way memory slows down.
 RING_BYTES = 64 * 1024
 WARP_ROWS_RING_BYTES = 32 * 1024
+CLUSTER_RING_BYTES = 192 * 1024
 # Shared memory for the reduction's slots, beyond `_plan`'s reserve.
 EXTRA_RESERVE = 1024
 MBARRIER_BYTES = 8  # of a row on its way
@@ -87,11 +91,16 @@ def choose_backward_plan(hidden_size: int, x_dtype: str, staged_itemsize: int, a
         threads = 1 << (threads - 1).bit_length()
         return Plan("norm_backward", vec_size, -(-packs // threads), threads)
     most = held if words > 1 else 2 * held
-    for vecs, cluster_size in itertools.product((held, most), CLUSTER_SIZES):
+    for cluster_size, vecs, most_threads in (
+        (1, held, MAX_THREADS),
+        *((size, most, CLUSTER_BLOCK_THREADS) for size in CLUSTER_SIZES[1:]),
+        (1, most, MAX_THREADS),
+        (CLUSTER_SIZES[-1], most, MAX_THREADS),
+    ):
         share = -(-packs // cluster_size)
         threads = -(-share // (vecs * WARP)) * WARP
         shared_bytes = threads * vecs * vec_size * staged_itemsize
-        if threads > MAX_THREADS or shared_bytes > ring_limit(arch):
+        if threads > most_threads or shared_bytes > ring_limit(arch):
             continue
         if cluster_size == 1 or arch >= 90:
             vecs = -(-share // threads)
@@ -118,11 +127,13 @@ def choose_backward_launch(
     room = row_bytes + MBARRIER_BYTES
     while rows_per_block * threads > WARP and rows_per_block > 1:
         blocks = -(-positions // rows_per_block) * heads
-        if blocks >= sm_count and rows_per_block * room <= ring_limit(arch):
+        if blocks >= sm_count and rows_per_block * room <= BLOCK_ROW_BYTES:
             break
         rows_per_block //= 2  # too few blocks for the SMs, or too long rows
     block = threads * rows_per_block
-    blocks_per_sm = max(1, min(MAX_BLOCKS_PER_SM, THREADS_PER_SM // block))
+    clustered = plan.cluster_size > 1
+    doubled = threads <= WARP or (clustered and block <= CLUSTER_BLOCK_THREADS)
+    blocks_per_sm = MAX_BLOCKS_PER_SM if doubled else 1
     units = blocks_per_sm * sm_count // plan.cluster_size
     if plan.cluster_size > 2 and units > GPU_PARTS:
         units -= units % GPU_PARTS
@@ -130,7 +141,9 @@ def choose_backward_launch(
     # Without asynchronous copies a row that is on its way holds up the one that is there.
     most = MAX_STAGES if arch >= 80 else 1
     fitting = ring_limit(arch) // blocks_per_sm // (rows_per_block * room)
-    ring_bytes = WARP_ROWS_RING_BYTES if threads <= WARP else RING_BYTES
+    ring_bytes = CLUSTER_RING_BYTES if clustered else RING_BYTES
+    if threads <= WARP:
+        ring_bytes = WARP_ROWS_RING_BYTES
     enough = max(2, ring_bytes // blocks_per_sm // (rows_per_block * row_bytes))
     stages = max(1, min(most, fitting, enough))
     grid = parts * heads * plan.cluster_size
@@ -143,9 +156,8 @@ def choose_backward_launch(
         rows_per_block=rows_per_block,
         stages=stages,
         parts=parts,
-        # Its blocks are counted in 16 bits.
-        last_block_sums=parts * part_bytes <= LAST_BLOCK_BYTES and grid < 2**16,
-        bulk=arch >= 90 and stages > 1 and threads > WARP,
+        last_block_sums=parts * part_bytes <= LAST_BLOCK_BYTES,
+        bulk=arch >= 90 and stages > 1 and plan.cluster_size > 1,
     )
 
 
@@ -154,7 +166,7 @@ def choose_few_launch(
 ) -> BackwardLaunch | None:
     """The launch of norm_backward_few; None if there are too many rows, or too long ones."""
     threads = plan.threads_per_row
-    rows_per_block = max(1, BLOCK_THREADS // threads)
+    rows_per_block = max(1, FEW_BLOCK_THREADS // threads)
     block = rows_per_block * threads
     shared_bytes = block * plan.vecs_per_thread * plan.vec_size * staged_itemsize
     if plan.cluster_size > 1 or plan.kernel != "norm_backward" or rows > FEW_ROWS_PER_SM * sm_count:

@@ -25,8 +25,8 @@ struct BackwardArguments {
     DB* dbias;
     A* dweight_parts;  // (parts, heads, hidden_size)
     A* dbias_parts;
-    unsigned long long* arrivals;  // one word; null: another launch sums the parts
-    A* mean_out;                   // norm_backward_streamed without dx leaves the statistics here
+    unsigned int* arrivals;  // one word, zero; null: another launch sums the parts
+    A* mean_out;             // norm_backward_streamed without dx leaves the statistics here
     A* rstd_out;
     const D* dout;
     const X* x;
@@ -46,7 +46,6 @@ struct BackwardArguments {
     RowStrides dout_strides;
     RowStrides x_strides;
     RowStrides dresidual_out_strides;
-    unsigned long long call;  // differs from call to call; the lowest ARRIVAL_BITS are 0
     A eps;
     A weight_offset;
     A weight_constant;
@@ -395,29 +394,14 @@ __device__ __forceinline__ void sum_parts(T* out, const A* parts, long long elem
     }
 }
 
-// Blocks that have finished are counted in one word of the call's workspace. Above ARRIVAL_BITS it
-// holds the call's own number, by which the first block to begin tells that nobody of this launch
-// has counted yet: so the word needs no clearing before the launch, whatever the workspace held.
-constexpr int ARRIVAL_BITS = 16;
-
-// Call in one thread of every block, some time before `last_to_arrive`.
-__device__ __forceinline__ void begin_arrivals(unsigned long long* arrivals,
-                                               unsigned long long call) {
-    const unsigned long long found = atomicOr(arrivals, 0ULL);
-    // Fails only where another block of this launch has set the word in between.
-    if ((found ^ call) >> ARRIVAL_BITS != 0) atomicCAS(arrivals, found, call);
-}
-
 // Whether all other blocks have arrived before this one; their parts are then seen by its threads.
-// Clears the word, for a graph that replays the launch.
-__device__ __forceinline__ bool last_to_arrive(unsigned long long* arrivals) {
+// `arrivals` is a word of the call's workspace, zero before the launch.
+__device__ __forceinline__ bool last_to_arrive(unsigned int* arrivals) {
     __threadfence();  // this thread's parts are seen before the block is counted
     __syncthreads();  // so are those of every thread of the block
     bool last = false;
     if (threadIdx.x == 0) {
-        const unsigned long long count = atomicAdd(arrivals, 1ULL) & ((1ULL << ARRIVAL_BITS) - 1);
-        last = count == gridDim.x - 1;
-        if (last) atomicExch(arrivals, 0ULL);
+        last = atomicAdd(arrivals, 1u) == gridDim.x - 1;
         __threadfence();  // the count is read before the parts
     }
     return __syncthreads_or(last) != 0;  // the count is known to all

@@ -163,11 +163,6 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
     A dweight[is_array<DW> ? VECS_PER_THREAD : 1][VEC_SIZE] = {};
     A dbias[is_array<DB> ? VECS_PER_THREAD : 1][VEC_SIZE] = {};
 
-    if constexpr (is_array<DW> || is_array<DB>) {
-        if (threadIdx.x == 0 && arguments.arrivals != nullptr) {
-            begin_arrivals(arguments.arrivals, arguments.call);
-        }
-    }
     if constexpr (CLUSTER_SIZE > 1) {
         if (threadIdx.x == 0) {
 #pragma unroll
@@ -191,6 +186,8 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
         const auto takes = [=](int vec) { return STRAIGHT || (computed && owns(vec)); };
 
         Gradient<NORM, CAST_BEFORE_WEIGHT, X, A> gradient = {};
+        // Of one element LayerNorm makes a constant: its gradients are zero, exactly.
+        const bool constant = NORM == LAYER && arguments.hidden_size == 1;
         if (computed) {
             gradient.mean = next_mean;
             gradient.rstd = next_rstd;
@@ -286,7 +283,7 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
             if constexpr (!GIVEN_RSTD) {
                 gradient.rstd = reciprocal_sqrt(sums[SQUARES] / count + arguments.eps);
             }
-            if (STRAIGHT && !computed) gradient.rstd = A(0);
+            if (constant || (STRAIGHT && !computed)) gradient.rstd = A(0);
             if constexpr (WANT_DX) {
                 gradient.mean_g_xhat = mul_rn(mul_rn(sums[0], inverse_count), gradient.rstd);
                 if constexpr (NORM == LAYER) gradient.mean_g = mul_rn(sums[G], inverse_count);

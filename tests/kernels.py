@@ -80,6 +80,7 @@ PLACES = {
     "packs_999": Place(rows=7, packs=999),
     "packs_1536": Place(rows=3, packs=1536),
     "packs_4000": Place(rows=3, packs=4000),
+    "odd_long": Place(rows=3, row_bytes=16_400),
     "longest_held": Place(rows=3, row_bytes=64_160),
     # Staged in shared memory: over one block, or a cluster where there are clusters.
     "staged": Place(rows=3, row_bytes=128 * 1024),
@@ -682,7 +683,12 @@ def _round(place: str, x: str, forced: ForcedBackward, changes: dict[str, Any]) 
     return dataclasses.replace(BackwardRow.of(levels | changes), forced=forced)
 
 
+# An odd row that takes a cluster in backward.
+ODD_LONG = MOST_STATIC | {"place": "odd_long", "x": "float16", "dout": "float16", "width": 1}
+
 BACKWARD = (
-    *dict.fromkeys(BackwardRow.of(levels) for levels in (*pairwise(BACKWARD_FACTORS), MOST_STATIC)),
+    *dict.fromkeys(
+        BackwardRow.of(levels) for levels in (*pairwise(BACKWARD_FACTORS), MOST_STATIC, ODD_LONG)
+    ),
     *itertools.starmap(_round, ROUND),
 )
