@@ -235,17 +235,3 @@ __device__ __forceinline__ A pack_sum_squares(const A (&values)[VEC_SIZE], A cen
     }
     return sum;
 }
-
-// Adds with the rounding error carried along, for sums of many terms in one thread.
-template <typename A>
-struct CompensatedSum {
-    A sum = A(0);
-    A error = A(0);
-
-    __device__ __forceinline__ void add(A term) {
-        const A corrected = sub_rn(term, error);
-        const A next = add_rn(sum, corrected);
-        error = sub_rn(sub_rn(next, sum), corrected);
-        sum = next;
-    }
-};

@@ -47,7 +47,7 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
     Gradient<NORM, false, X, A> gradient = {};
     if constexpr (NORM == LAYER && GIVEN_MEAN) gradient.mean = arguments.mean[row];
     if constexpr (NORM == LAYER && !GIVEN_MEAN) {
-        CompensatedSum<A> sum;
+        ExactSum<A> sum = {};
 #pragma unroll 4
         for (long long pack = first; pack < end; pack += THREADS) {
             Pack<X, VEC_SIZE> x;
@@ -55,16 +55,16 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
             A of_pack = to_float(x.data[0]);
 #pragma unroll
             for (int i = 1; i < VEC_SIZE; ++i) of_pack += to_float(x.data[i]);
-            sum.add(of_pack);
+            sum += of_pack;
         }
-        A total[1] = {sum.sum};
+        A total[1] = {sum.value()};
         reduce_sums<THREADS, CLUSTER_SIZE>(total, slots[0], cluster_slots[0]);
         gradient.mean = total[0] / count;
     }
     if constexpr (GIVEN_RSTD) {
         gradient.rstd = arguments.rstd[row];
     } else {
-        CompensatedSum<A> sum;
+        ExactSum<A> sum = {};
 #pragma unroll 4
         for (long long pack = first; pack < end; pack += THREADS) {
             Pack<X, VEC_SIZE> x;
@@ -75,9 +75,9 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
                 const A centered = gradient.centered(to_float(x.data[i]));
                 of_pack = fma_rn(centered, centered, of_pack);
             }
-            sum.add(of_pack);
+            sum += of_pack;
         }
-        A total[1] = {sum.sum};
+        A total[1] = {sum.value()};
         reduce_sums<THREADS, CLUSTER_SIZE>(total, slots[1], cluster_slots[1]);
         gradient.rstd = reciprocal_sqrt(total[0] / count + arguments.eps);
     }
@@ -91,8 +91,8 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
         const Factor<A> factor = {arguments.weight_offset, arguments.weight_constant};
         const W* const weight_row =
             arguments.weight + (is_array<W> ? row % arguments.heads * arguments.hidden_size : 0);
-        CompensatedSum<A> projection;
-        CompensatedSum<A> sum_g;
+        ExactSum<A> projection = {};
+        ExactSum<A> sum_g = {};
 #pragma unroll 2
         for (long long pack = first; pack < end; pack += THREADS) {
             Pack<X, VEC_SIZE> x;
@@ -112,10 +112,10 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
                 projection_of_pack = fma_rn(g, centered, projection_of_pack);
                 g_of_pack += g;
             }
-            projection.add(projection_of_pack);
-            if constexpr (NORM == LAYER) sum_g.add(g_of_pack);
+            projection += projection_of_pack;
+            if constexpr (NORM == LAYER) sum_g += g_of_pack;
         }
-        A sums[2] = {projection.sum, sum_g.sum};
+        A sums[2] = {projection.value(), sum_g.value()};
         reduce_sums<THREADS, CLUSTER_SIZE>(sums, slots[2], cluster_slots[2]);
         gradient.mean_g_xhat = mul_rn(sums[0] / count, gradient.rstd);
         gradient.mean_g = sums[1] / count;

@@ -95,10 +95,6 @@ EXPLAINED: dict[tuple[str, str], tuple[str, str]] = {
         "norm_backward_few.cu",
         "for (int row = threadIdx.x / COLUMNS; row <= rows; row += SLICES) {",
     ): ("survived", "reads row 0 behind its end, which is row 1, into a sum that nobody stores"),
-    ("fuse.cuh", "const A corrected = add_rn(term, error);"): (
-        "survived",
-        "the table's means are small; tests/test_forward.py has inputs with large ones",
-    ),
 }
 
 
