@@ -95,7 +95,9 @@ class _NumPy(Library):
         if isinstance(value, np.ma.MaskedArray):
             _refuse.unsupported_array(name, "a plain array", "a masked array")
         if not value.dtype.isnative:
-            _refuse.unsupported_array(name, "in native byte order", str(value.dtype))
+            remedy = f'{name}.astype({name}.dtype.newbyteorder("="))'
+            got = f"{value.dtype}; {remedy} converts it"
+            _refuse.unsupported_array(name, "in native byte order", got)
         return _host_array(name, value, output)
 
     def space(self, device: Device) -> Space:
