@@ -121,23 +121,6 @@ __host__ __device__ constexpr int least_blocks(int elements, int threads) {
     return accumulation <= 64 && !is_held<DB, X, D, R, W>(elements, threads) ? 1 : 0;
 }
 
-// Begins to bring one pack to shared memory.
-template <Copy COPY, bool ALIGNED, typename T, int VEC_SIZE>
-__device__ __forceinline__ void bring_pack(Pack<T, VEC_SIZE>* shared, const T* source) {
-    constexpr int BYTES = word_bytes(sizeof(Pack<T, VEC_SIZE>));
-    if constexpr (COPY == ASYNC && BYTES >= 4) {
-#pragma unroll
-        for (int i = 0; i < static_cast<int>(sizeof(Pack<T, VEC_SIZE>)) / BYTES; ++i) {
-            copy_async<BYTES>(reinterpret_cast<char*>(shared) + i * BYTES,
-                              reinterpret_cast<const char*>(source) + i * BYTES);
-        }
-    } else {
-        Pack<T, VEC_SIZE> pack;
-        load_pack<STREAM, ALIGNED>(pack, source);
-        *shared = pack;
-    }
-}
-
 // The pack's values in the accumulation type. Neighbours of bfloat16 come out of their common word
 // by one instruction each; the compiler would take two for the second.
 template <typename A, typename T, int VEC_SIZE>

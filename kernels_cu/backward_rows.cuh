@@ -114,11 +114,11 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
 #pragma unroll
             for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
                 if (!comes || !owns(vec)) continue;
-                bring_pack<COPY, ALIGNED>(staged_x(stage, vec), at.x + vec * APART);
-                bring_pack<COPY, ALIGNED>(staged_dout(stage, vec), at.dout + vec * APART);
+                bring_pack<COPY == ASYNC, ALIGNED>(staged_x(stage, vec), at.x + vec * APART);
+                bring_pack<COPY == ASYNC, ALIGNED>(staged_dout(stage, vec), at.dout + vec * APART);
                 if constexpr (is_array<R> && WANT_DX) {
-                    bring_pack<COPY, ALIGNED>(staged_dresidual_out(stage, vec),
-                                              at.dresidual_out + vec * APART);
+                    bring_pack<COPY == ASYNC, ALIGNED>(staged_dresidual_out(stage, vec),
+                                                       at.dresidual_out + vec * APART);
                 }
             }
             if constexpr (COPY == ASYNC) copy_async_commit();

@@ -12,21 +12,6 @@
 #include "fuse.cuh"
 #include "reduce.cuh"
 
-template <bool ASYNC, bool ALIGNED, typename T, int VEC_SIZE>
-__device__ __forceinline__ void stage_pack(Pack<T, VEC_SIZE>* shared, const T* source) {
-    if constexpr (ASYNC && sizeof(Pack<T, VEC_SIZE>) % 16 == 0) {
-#pragma unroll
-        for (int i = 0; i < static_cast<int>(sizeof(Pack<T, VEC_SIZE>)) / 16; ++i) {
-            copy_async_16(reinterpret_cast<uint4*>(shared) + i,
-                          reinterpret_cast<const uint4*>(source) + i);
-        }
-    } else {
-        Pack<T, VEC_SIZE> pack;
-        load_pack<STREAM, ALIGNED>(pack, source);
-        *shared = pack;
-    }
-}
-
 template <Norm NORM, typename Y, typename X, typename R, typename W, typename B, typename V,
           int VEC_SIZE, int VECS_PER_THREAD, int THREADS, int CLUSTER_SIZE, bool FULL, bool ALIGNED,
           bool SPLIT_ROWS, bool CAST_BEFORE_WEIGHT, bool ASYNC, Mask MASK>
@@ -81,9 +66,9 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS, 1024 / THR
 #pragma unroll
     for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
         if (holds(vec)) {
-            stage_pack<ASYNC, ALIGNED>(x_staged + vec * THREADS, at.x + element_of(vec));
+            bring_pack<ASYNC, ALIGNED>(x_staged + vec * THREADS, at.x + element_of(vec));
             if constexpr (is_array<R>) {
-                stage_pack<ASYNC, ALIGNED>(residual_staged + vec * THREADS,
+                bring_pack<ASYNC, ALIGNED>(residual_staged + vec * THREADS,
                                            at.residual + element_of(vec));
             }
         }

@@ -4,6 +4,8 @@
 // element, so that which elements a thread sums never depends on where the row lies.
 #pragma once
 
+#include "ptx.cuh"
+
 template <int BYTES>
 struct Word;
 template <>
@@ -64,6 +66,23 @@ __device__ __forceinline__ void load_pack(Pack<T, VEC_SIZE>& pack, const T* sour
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(T)) * VEC_SIZE / BYTES; ++i) {
         words[i] = load_word<HINT>(from + i);
+    }
+}
+
+// Begins to bring one pack to shared memory: by copies to wait for, or through registers.
+template <bool ASYNC, bool ALIGNED, typename T, int VEC_SIZE>
+__device__ __forceinline__ void bring_pack(Pack<T, VEC_SIZE>* shared, const T* source) {
+    constexpr int BYTES = word_bytes(sizeof(Pack<T, VEC_SIZE>));
+    if constexpr (ASYNC && BYTES >= 4) {
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof(Pack<T, VEC_SIZE>)) / BYTES; ++i) {
+            copy_async<BYTES>(reinterpret_cast<char*>(shared) + i * BYTES,
+                              reinterpret_cast<const char*>(source) + i * BYTES);
+        }
+    } else {
+        Pack<T, VEC_SIZE> pack;
+        load_pack<STREAM, ALIGNED>(pack, source);
+        *shared = pack;
     }
 }
 

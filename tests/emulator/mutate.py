@@ -84,10 +84,6 @@ EXPLAINED: dict[tuple[str, str], tuple[str, str]] = {
         "if (NORM == RMS && elements * sizeof(X) < 32 && is_held<X, D, R, W>(elements)) return 2;",
     ): ("equivalent", "decides only how many blocks share a multiprocessor"),
     (
-        "norm_forward_staged.cu",
-        "if constexpr (ASYNC && sizeof(Pack<T, VEC_SIZE>) / 16 == 0) {",
-    ): ("equivalent", "the other branch moves the same bytes by plain loads"),
-    (
         "norm_backward_few.cu",
         "for (int element = threadIdx.x; element < packs * VEC_SIZE; element = BLOCK) {",
     ): ("survived", "no row has more columns a block than threads, so the loop runs once"),
