@@ -15,6 +15,7 @@ from ._plan import VECTOR_BYTES, Launch, Plan, choose_launch, choose_plan
 
 _MASKS = {None: "ALL_ROWS", "keep": "KEEP_OTHERS", "zero": "ZERO_OTHERS"}
 _FORWARD_OUTPUTS = frozenset(("y", "residual_out", "mean", "rstd"))
+_ROW_ARRAYS = ("y", "residual_out", "x", "residual")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +122,7 @@ def _forward_arguments(call: Forward, operands: Operands) -> dict[str, float]:
         "weight_constant": 0.0 if isinstance(call.weight, Array) else call.weight,
         "bias_constant": call.bias if isinstance(call.bias, float) else 0.0,
     }
-    for name, kind in _kernel.FORWARD_PARAMETERS:
-        if kind == "pointer":
-            arguments[name] = operands.pointer(name)
-    for name in ("y", "residual_out", "x", "residual"):
-        outer, inner = operands.strides(name)
-        arguments[f"{name}_strides.outer"] = outer
-        arguments[f"{name}_strides.inner"] = inner
-    return arguments
+    return arguments | operands.places(_kernel.FORWARD_PARAMETERS, _ROW_ARRAYS)
 
 
 def specialise_forward(

@@ -245,14 +245,7 @@ class Run:
             "weight_offset": call.weight_offset,
             "weight_constant": 0.0 if isinstance(call.weight, Array) else call.weight,
         }
-        for name, kind in _kernel.BACKWARD_PARAMETERS:
-            if kind == "pointer":
-                arguments[name] = operands.pointer(name)
-        for name in _ROW_ARRAYS:
-            outer, inner = operands.strides(name)
-            arguments[f"{name}_strides.outer"] = outer
-            arguments[f"{name}_strides.inner"] = inner
-        return arguments
+        return arguments | operands.places(_kernel.BACKWARD_PARAMETERS, _ROW_ARRAYS)
 
 
 def specialise_backward(

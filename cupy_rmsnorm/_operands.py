@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ._call import Array, Rows
 from ._dtypes import TABLE
 from ._layout import RowLayout, collapse_rows, is_contiguous
@@ -70,6 +72,17 @@ class Operands:
             return 0, 0
         index = self._index[name]
         return self.layout.outer[index], self.layout.inner[index]
+
+    def places(
+        self, parameters: Iterable[tuple[str, str]], rows: Iterable[str]
+    ) -> dict[str, float]:
+        """The addresses among a kernel's parameters, and the strides of its row arrays."""
+        found: dict[str, float] = {
+            name: self.pointer(name) for name, kind in parameters if kind == "pointer"
+        }
+        for name in rows:
+            found[f"{name}_strides.outer"], found[f"{name}_strides.inner"] = self.strides(name)
+        return found
 
     def aligned(self, vec_size: int, vector_bytes: int) -> bool:
         """Whether every pack of every array begins on the width in which it is moved."""
