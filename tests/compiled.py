@@ -192,6 +192,7 @@ class Use:
     specialisation: Specialisation
     block: int
     shared_bytes: int
+    forced: bool  # by the table, on a GPU that has room for it
 
 
 @functools.cache
@@ -200,31 +201,44 @@ def uses(arch: int, every: int = 1, first: int = 0) -> tuple[Use, ...]:
     found = []
     for row in kernels.FORWARD[first::every]:
         launch = row.launch(arch)
-        found.append(Use(row.name, row.specialisation(arch), launch.block, launch.shared_bytes))
+        found.append(
+            Use(
+                row.name,
+                row.specialisation(arch),
+                launch.block,
+                launch.shared_bytes,
+                row.forced is not None,
+            )
+        )
     for backward in kernels.BACKWARD[first::every]:
         found += [
-            Use(backward.name, launched.specialisation, launched.block, launched.shared_bytes)
+            Use(
+                backward.name,
+                launched.specialisation,
+                launched.block,
+                launched.shared_bytes,
+                backward.forced is not None,
+            )
             for launched in backward.launches(arch)
         ]
     return tuple(found)
 
 
-def table(archs: Iterable[int] = ARCHS) -> list[dict[str, Any]]:
-    """One entry an instantiation and architecture."""
-    entries = []
+def table(archs: Iterable[int] = ARCHS) -> dict[str, dict[str, list[int]]]:
+    """Kernel -> architecture -> registers, bytes of spills and of static shared memory."""
+    entries: dict[str, dict[str, list[int]]] = {}
     for arch in archs:
         found = compile_kernels((use.specialisation for use in uses(arch)), arch)
-        for item, resources in sorted(found.items(), key=lambda pair: pair[0].name_expression):
-            entries.append(
-                {
-                    "arch": arch,
-                    "kernel": item.name_expression,
-                    "registers": resources.registers,
-                    "spill_bytes": resources.spill_bytes,
-                    "shared_bytes": resources.shared_bytes,
-                }
-            )
+        for item, resources in found.items():
+            numbers = [resources.registers, resources.spill_bytes, resources.shared_bytes]
+            entries.setdefault(item.name_expression, {})[f"sm_{arch}"] = numbers
     return entries
+
+
+def recorded() -> dict[str, dict[str, list[int]]]:
+    """What `table` gave when RESULTS was written."""
+    rows = json.loads(RESULTS.read_text())["rows"]
+    return {row.pop("kernel"): row for row in rows}
 
 
 def versions() -> dict[str, str]:
@@ -238,11 +252,19 @@ def versions() -> dict[str, str]:
 def main() -> None:
     """Write the table, or renew the architectures that are named."""
     archs = tuple(map(int, sys.argv[1:])) or ARCHS
-    kept = json.loads(RESULTS.read_text())["rows"] if archs != ARCHS else []
-    entries = [entry for entry in kept if entry["arch"] not in archs] + table(archs)
-    entries.sort(key=lambda entry: (entry["arch"], entry["kernel"]))
-    lines = ",\n".join(json.dumps(entry) for entry in entries)
-    RESULTS.write_text(f'{{"meta": {json.dumps(versions())},\n"rows": [\n{lines}\n]}}\n')
+    entries = table(archs)
+    if archs != ARCHS:
+        for kernel, before in recorded().items():
+            kept = {arch: n for arch, n in before.items() if int(arch[3:]) not in archs}
+            entries[kernel] = {**kept, **entries.get(kernel, {})}
+    rows = [
+        json.dumps({"kernel": kernel, **{arch: numbers[arch] for arch in sorted(numbers)}})
+        for kernel, numbers in sorted(entries.items())
+        if numbers
+    ]
+    columns = ["registers", "spill_bytes", "shared_bytes"]
+    meta = json.dumps({**versions(), "columns": columns})
+    RESULTS.write_text(f'{{"meta": {meta},\n"rows": [\n' + ",\n".join(rows) + "\n]}\n")
 
 
 if __name__ == "__main__":
