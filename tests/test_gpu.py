@@ -31,7 +31,7 @@ from tests.calls import Case
 
 pytestmark = pytest.mark.gpu
 
-SPIN_CYCLES = 40_000_000  # about 20 ms: far longer than the host needs for a call
+SPIN_CYCLES = 200_000_000  # about 0.1 s: far longer than a busy host needs for a call
 
 SPIN = r"""
 extern "C" __global__ void spin(long long cycles) {
