@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TypeVar
 
 from . import _run
-from ._check import Options
 from ._docs import Axis, CastOption, MaskedOption, documented
 
 ArrayT = TypeVar("ArrayT")
@@ -337,6 +336,4 @@ def qk_norm(
     >>> qkv.round(2)[0, :, 1]
     array([ 1.26,  1.13,  1.09,  1.06,  1.05, 12.  ], dtype=float32)
     """
-    return _run.qk_forward(
-        q, k, q_weight, k_weight, Options(eps, weight_offset, cast=cast), q_out, k_out
-    )
+    return _run.qk_forward(q, k, q_weight, k_weight, eps, weight_offset, cast, q_out, k_out)

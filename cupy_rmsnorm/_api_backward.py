@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TypeVar
 
 from . import _run
-from ._check import Options
 from ._docs import Axis, CastOption, MaskedOption, documented
 
 ArrayT = TypeVar("ArrayT")
@@ -84,7 +83,7 @@ def rms_norm_backward(
         x,
         weight,
         bias,
-        Options(eps, weight_offset, axis, cast, per_head, masked),
+        (eps, weight_offset, axis, cast, per_head, masked),
         rstd=rstd,
         where=where,
         valid_rows=valid_rows,
@@ -172,7 +171,7 @@ def layer_norm_backward(
         x,
         weight,
         bias,
-        Options(eps, weight_offset, axis, cast, per_head, masked),
+        (eps, weight_offset, axis, cast, per_head, masked),
         mean=mean,
         rstd=rstd,
         where=where,
@@ -262,7 +261,7 @@ def add_rms_norm_backward(
         residual_out,
         weight,
         bias,
-        Options(eps, weight_offset, axis, cast, per_head, masked),
+        (eps, weight_offset, axis, cast, per_head, masked),
         rstd=rstd,
         where=where,
         valid_rows=valid_rows,
@@ -356,7 +355,7 @@ def add_layer_norm_backward(
         residual_out,
         weight,
         bias,
-        Options(eps, weight_offset, axis, cast, per_head, masked),
+        (eps, weight_offset, axis, cast, per_head, masked),
         mean=mean,
         rstd=rstd,
         where=where,

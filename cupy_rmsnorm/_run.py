@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The road of every call: border -> check -> backend -> border."""
+"""The road of every call: border -> check -> backend -> border.
+
+Border and check come at the first call: they are half of what an import of the package would cost.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from . import _fast
-from ._border import Caller, dtype_name
 from ._call import Backward, Device, Forward, Norm
-from ._check import Options, check_backward, check_forward, check_qk
 
 if TYPE_CHECKING:
     from ._kernel import Launched
@@ -185,6 +186,9 @@ def forward(
             done = _fast.forward(kept, x, residual, weight, bias, out, residual_out)
             if done is not None:
                 return Outputs(*done)
+    from ._border import Caller, dtype_name
+    from ._check import Options, check_forward
+
     caller = Caller("x", x)
     checked = check_forward(
         function,
@@ -222,7 +226,7 @@ def backward(
     x: ArrayT,
     weight: object,
     bias: object,
-    options: Options,
+    options: Values,
     *,
     mean: object = None,
     rstd: object,
@@ -239,6 +243,9 @@ def backward(
     added: bool = False,
 ) -> Gradients[ArrayT]:
     """Run one backward function; `added` says that x is the residual_out of an add_* function."""
+    from ._border import Caller, dtype_name
+    from ._check import Options, check_backward
+
     caller = Caller("residual_out" if added else "x", x)
     call = check_backward(
         function,
@@ -253,7 +260,7 @@ def backward(
         rstd=caller.optional("rstd", rstd),
         where=caller.optional("where", where),
         valid_rows=caller.optional("valid_rows", valid_rows),
-        options=options,
+        options=Options(*options),
         need_dx=need_dx,
         need_dweight=need_dweight,
         dx_out=caller.output("dx_out", dx_out),
@@ -279,11 +286,16 @@ def qk_forward(
     k: ArrayT,
     q_weight: object,
     k_weight: object,
-    options: Options,
+    eps: object,
+    weight_offset: object,
+    cast: object,
     q_out: object,
     k_out: object,
 ) -> tuple[ArrayT, ArrayT]:
     """Run qk_norm."""
+    from ._border import Caller
+    from ._check import Options, check_qk
+
     q_caller, k_caller = Caller("q", q), Caller("k", k)
     q_caller.same_library(k_caller)
     q_call, k_call = check_qk(
@@ -292,7 +304,7 @@ def qk_forward(
         k=k_caller.x,
         q_weight=q_caller.parameter("q_weight", q_weight),
         k_weight=k_caller.parameter("k_weight", k_weight),
-        options=options,
+        options=Options(eps, weight_offset, cast=cast),
         q_out=q_caller.output("q_out", q_out),
         k_out=q_caller.output("k_out", k_out),
     )

@@ -7,10 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from . import _fast, _run
-from ._border import dtype_name, look_at_parameter
 from ._call import Norm, WarmupCall
-from ._check import Options
-from ._check_tools import check_bound, check_calls, check_only_calls, check_warmup
 from ._docs import Axis, CastOption, MaskedOption, documented
 
 ArrayT = TypeVar("ArrayT")
@@ -30,6 +27,10 @@ class BoundNorm:
         options: _run.Values,
         out_dtype: object,
     ) -> None:
+        from ._border import dtype_name, look_at_parameter
+        from ._check import Options
+        from ._check_tools import check_bound
+
         self._out_dtype = dtype_name("out_dtype", out_dtype)
         check_bound(
             look_at_parameter("weight", weight),
@@ -255,6 +256,8 @@ def warmup(
     >>> warmup("rms_norm", hidden_size=4096, dtype="bfloat16", weight_dtype="bfloat16")
     >>> warmup(calls=[dict(op="layer_norm", hidden_size=n, dtype="float32") for n in (64, 128)])
     """
+    from ._check_tools import check_calls, check_only_calls
+
     if calls is not None:
         check_only_calls(
             op,
@@ -309,6 +312,9 @@ def _warmup_call(
     dout_dtype: object = None,
     dweight_dtype: object = None,
 ) -> WarmupCall:
+    from ._border import dtype_name
+    from ._check_tools import check_warmup
+
     return check_warmup(
         op,
         hidden_size,
