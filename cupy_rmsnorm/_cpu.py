@@ -23,7 +23,11 @@ from ._dtypes import TABLE, numpy_dtype
 
 NDArray: TypeAlias = "np.ndarray[Any, Any]"
 
-TILE_BYTES = 3 * 2**17  # of one operand's tile in the accumulation dtype
+# Of one operand's tile in the accumulation dtype: small enough for 2 MiB of buffers a thread. A large
+# tile takes the interpreter lock less often; RMSNorm's needs few buffers, or none but y itself.
+TILE_BYTES = 3 * 2**17
+CAST_TILE_BYTES = 2**19
+BARE_TILE_BYTES = 2**20
 WIDER = {"float32": np.float64, "float64": np.longdouble}
 GROUP = 512  # elements summed at once
 FOLD = 32  # tiles that are added up before they join a range's total: long sums stay exact
@@ -418,6 +422,9 @@ class _Forward(_Job):
         self.mean_out = None if call.mean is None else self.column_of(call.mean)
         self.rstd_out = None if call.rstd is None else self.column_of(call.rstd)
         self._bias = self.constant(call.bias)
+        if not self.layer and self.residual is None and call.cast == "once":
+            bare = self.x.direct and self.y.direct
+            self.tile_size = (BARE_TILE_BYTES if bare else CAST_TILE_BYTES) // self.dtype.itemsize
 
     def __call__(self) -> None:
         for group in self.head_groups():

@@ -185,7 +185,9 @@ def edge_counts(hidden_size: int, dtype: str) -> list[int]:
     """Row counts around one and two tiles."""
     itemsize = 8 if dtype == "float64" else 4
     tile = max(1, _cpu.TILE_BYTES // itemsize // hidden_size)
-    return sorted({1, 2, max(1, tile - 1), tile, tile + 1, 2 * tile + 1})
+    larger = (_cpu.CAST_TILE_BYTES, _cpu.BARE_TILE_BYTES)
+    edges = {max(1, size // itemsize // hidden_size) + 1 for size in larger}
+    return sorted({1, 2, max(1, tile - 1), tile, tile + 1, 2 * tile + 1} | edges)
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -234,7 +236,8 @@ def test_threads_and_tiles_change_no_bit(
     for other in results[1:]:
         same(other[0], results[0][0])
         same(other[1], results[0][1])
-    monkeypatch.setattr(_cpu, "TILE_BYTES", _cpu.TILE_BYTES // 4)
+    for name in ("TILE_BYTES", "CAST_TILE_BYTES", "BARE_TILE_BYTES"):
+        monkeypatch.setattr(_cpu, name, getattr(_cpu, name) // 4)
     same(forward(x, **options), results[0][0])
     compare.equal(backward(dout, x, **options)["dx"], results[0][1]["dx"], "dx in smaller tiles")
 
@@ -636,9 +639,12 @@ def test_extra_memory(
     strided = LAYOUTS["row gap"](x)
     per_head = len(shape) == 3
     weight = inputs.weight(shape[-1 - per_head :], dtype)
-    options = {"weight": weight, "norm": "layer", "cast": "before_weight", "per_head": per_head}
+    common = {"weight": weight, "per_head": per_head}
+    options = common | {"norm": "layer", "cast": "before_weight"}
     calls = []
     for source in (x, strided):
+        outputs = {"y": np.empty_like(source), "mean": None, "rstd": None}
+        calls.append((_cpu.forward, record(Forward, x=source, bias=weight, **common | outputs)))
         outputs = {"y": np.empty_like(source), "mean": None, "rstd": None}
         calls.append((_cpu.forward, record(Forward, x=source, bias=weight, **options | outputs)))
         outputs = {"dx": np.empty_like(source)} | {
