@@ -23,8 +23,8 @@ from ._dtypes import TABLE, numpy_dtype
 
 NDArray: TypeAlias = "np.ndarray[Any, Any]"
 
-# Of one operand's tile in the accumulation dtype: small enough for 2 MiB of buffers a thread. A large
-# tile takes the interpreter lock less often; RMSNorm's needs few buffers, or none but y itself.
+# Of one operand's tile in the accumulation dtype: small enough for 2 MiB of buffers a thread. A
+# large tile takes the interpreter lock less often; RMSNorm's needs few buffers, or only y itself.
 TILE_BYTES = 3 * 2**17
 CAST_TILE_BYTES = 2**19
 BARE_TILE_BYTES = 2**20
