@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 import traceback
@@ -241,6 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="substring of 'op dtype rowsxhidden_size'")
     options = parser.parse_args(arguments)
     race.need_gpu()
+    meta = race.meta(options.rounds, options.commit) if options.json else {}
     rows = []
     for shape in SHAPES:
         label = f"{shape[0]} {shape[1]} {shape[2]}x{shape[3]}"
@@ -262,9 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 flush=True,
             )
         if options.json:
-            lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-            head = json.dumps(race.meta(options.rounds, options.commit))
-            options.json.write_text(f'{{\n"meta": {head},\n"rows": [\n{lines}\n]\n}}\n')
+            options.json.write_text(race.dumps({"meta": meta, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import os
 import sys
 import time
 import traceback
@@ -359,9 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=75, help="begin no shape after so long")
     options = parser.parse_args(arguments)
     race.need_gpu()
-    path = options.json
-    if path is None and "OUT" in os.environ:
-        path = Path(os.environ["OUT"]) / "sweep_backward.json"
+    meta = race.meta(options.rounds, options.commit) if options.json else {}
     rows = []
     start = time.perf_counter()
     for shape in SHAPES:
@@ -388,10 +384,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"{'bulk' if row['bulk'] else 'copies'}{' CHOSEN' if row['chosen'] else ''}",
                 flush=True,
             )
-        if path:
-            lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-            head = json.dumps(race.meta(options.rounds, options.commit))
-            path.write_text(f'{{\n"meta": {head},\n"rows": [\n{lines}\n]\n}}\n')
+        if options.json:
+            options.json.write_text(race.dumps({"meta": meta, "rows": rows}))
 
 
 if __name__ == "__main__":
