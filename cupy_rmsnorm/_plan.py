@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a row is computed (Plan) and how a call is launched (Launch). Pure: no CuPy, no device.
 
-A Plan follows from the hidden size, the dtypes and the architecture alone, because it fixes which
+A Plan follows from norm, hidden size, dtypes and architecture alone, because it fixes which
 elements each thread sums and in which order. A Launch may look at everything else (rows, alignment,
 strides, the number of SMs), because it only changes how bytes move.
 """
