@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import shutil
 import subprocess
 import sys
@@ -18,6 +17,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import race
+
 RESULTS = ROOT / "benchmarks" / "results" / "counters.json"
 ROWS, HIDDEN_SIZE = 4096, 4096
 PICKED = (
@@ -102,6 +105,7 @@ def main() -> int:
     parser.add_argument("--ncu", help="the program, where it is not on the PATH")
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS")
+    parser.add_argument("--commit", help="of what is measured, where git cannot say")
     parser.add_argument("--launch", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.launch:
@@ -121,9 +125,10 @@ def main() -> int:
         print(f"nothing was counted: {error}\n{output[-2000:]}", file=sys.stderr)
         return 1
     version = subprocess.run([ncu, "--version"], capture_output=True, text=True).stdout
-    meta = {"ncu": version.strip().splitlines()[-1] if version.strip() else None}
-    lines = ",\n".join(map(json.dumps, rows))
-    args.json.write_text(f'{{"meta": {json.dumps(meta)},\n"rows": [\n{lines}\n]}}\n')
+    meta = race.meta(1, args.commit) | {
+        "ncu": version.strip().splitlines()[-1] if version.strip() else None
+    }
+    args.json.write_text(race.dumps({"meta": meta, "rows": rows}))
     return 0
 
 

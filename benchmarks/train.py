@@ -13,6 +13,7 @@ import argparse
 import json
 import multiprocessing
 import platform
+import sys
 import time
 import zlib
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -21,6 +22,10 @@ from typing import Any
 
 import torch
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import race
 
 RESULTS = Path(__file__).parent / "results" / "train.json"
 SOURCES = ("argparse", "ast", "datetime", "decimal", "doctest", "inspect", "optparse", "typing")
@@ -143,14 +148,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--commit", help="of what is measured, where git cannot say")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    meta = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "text_crc32": zlib.crc32(text()),
-    }
+    if device == "cuda":
+        meta = race.meta(args.seeds, args.commit)
+    else:
+        version = platform.python_version()
+        meta = {"device": "cpu", "torch": torch.__version__, "python": version}
+    meta["text_crc32"] = zlib.crc32(text())
     wanted = [(norm, seed) for seed in range(args.seeds) for norm in NORMS]
     rows: list[dict[str, Any]] = []
     workers = len(wanted) if device == "cuda" else 1
@@ -160,8 +166,7 @@ def main() -> None:
             rows.append(run.result())
             print(rows[-1], flush=True)
             rows.sort(key=lambda row: (row["seed"], row["norm"]))
-            lines = ",\n".join(map(json.dumps, rows))
-            args.json.write_text(f'{{"meta": {json.dumps(meta)},\n"rows": [\n{lines}\n]}}\n')
+            args.json.write_text(race.dumps({"meta": meta, "rows": rows}))
 
 
 if __name__ == "__main__":
