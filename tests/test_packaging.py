@@ -25,6 +25,9 @@ KERNELS = sorted((CHECKOUT / "kernels_cu").iterdir())
 LAYERS = """
     cli
     _study
+    torch
+    _torch_patch
+    _torch_modules
     __init__
     variants
     _api _api_forward _api_backward _tools

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.nn modules over the public functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ._api import add_rms_norm, layer_norm, qk_norm, rms_norm
+from ._docs import Axis, CastOption
+
+EPS32: float = torch.finfo(torch.float32).eps
+EPS64: float = torch.finfo(torch.float64).eps
+FLOAT64 = torch.float64
+
+
+def eps_for(eps: float | None, x: Any) -> float:
+    """`eps`, or where it is None what torch takes: epsilon of the dtype that rows are summed in."""
+    if eps is None:
+        return EPS64 if x.dtype is FLOAT64 else EPS32
+    return eps
+
+
+def axis_of(normalized_shape: tuple[int, ...]) -> Axis:
+    """The trailing axes that are normalised together."""
+    count = len(normalized_shape)
+    return -1 if count == 1 else tuple(range(-count, 0))
+
+
+def check_shape(x: Any, normalized_shape: tuple[int, ...]) -> None:
+    """Where a weight's shape does not: x ends in the shape that the module was made for."""
+    if tuple(x.shape[-len(normalized_shape) :]) != normalized_shape:
+        raise ValueError(f"x must end in the axes {normalized_shape}, got {tuple(x.shape)}")
+
+
+class _ScaledNorm(torch.nn.RMSNorm):  # type: ignore[misc]
+    """What RMSNorm and AddRMSNorm share: torch's parameters, and options that torch lacks."""
+
+    weight_offset: float = 0.0  # what torch's constructor sees when it resets the weight
+    cast: CastOption = "once"
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        weight_offset: float = 0.0,
+        cast: CastOption = "once",
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device=device, dtype=dtype)
+        self.cast = cast
+        self._axis = axis_of(self.normalized_shape)
+        if weight_offset:
+            self.weight_offset = float(weight_offset)
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight so that weight + weight_offset is 1."""
+        if self.elementwise_affine:
+            torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+
+    def extra_repr(self) -> str:
+        """torch's, and the options that are not torch's where they are set."""
+        text: str = super().extra_repr()
+        if self.weight_offset:
+            text += f", weight_offset={self.weight_offset}"
+        if self.cast != "once":
+            text += f", cast={self.cast!r}"
+        return text
+
+
+class RMSNorm(_ScaledNorm):
+    """`torch.nn.RMSNorm`, computed by `cupy_rmsnorm.rms_norm`.
+
+    Parameters, state_dict and what its arguments mean are torch's. Under autocast the output keeps
+    x's dtype, where torch's own module returns float32.
+
+    Parameters
+    ----------
+    normalized_shape : int or sequence of int
+        The trailing axes, which form one row together.
+    eps : float, optional
+        Added to the mean square. None is the machine epsilon of the dtype that rows are summed in:
+        float32's, and float64's for float64.
+    elementwise_affine : bool, default True
+        Whether there is a weight.
+    device, dtype : optional
+        Of the weight; its dtype is independent of x's among float16, bfloat16 and float32.
+    weight_offset : float, default 0.0
+        Added to the weight in float32 before the multiplication (Gemma: 1.0). The weight begins at
+        ``1 - weight_offset``.
+    cast : {"once", "before_weight"}, default "once"
+        "once" multiplies in float32 and rounds once (torch, Gemma). "before_weight" rounds the
+        normalised value to x's dtype first (Llama in Hugging Face).
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cupy_rmsnorm.torch import RMSNorm
+    >>> norm = RMSNorm(4)
+    >>> norm
+    RMSNorm((4,), eps=None, elementwise_affine=True)
+    >>> with torch.no_grad():
+    ...     norm(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
+    tensor([[0.3651, 0.7303, 1.0954, 1.4606]])
+    """
+
+    def forward(self, x: Any) -> Any:
+        """Normalise `x`."""
+        weight = self.weight
+        if weight is None:
+            check_shape(x, self.normalized_shape)
+        return rms_norm(
+            x,
+            weight,
+            eps=eps_for(self.eps, x),
+            weight_offset=self.weight_offset,
+            axis=self._axis,
+            cast=self.cast,
+        )
+
+
+class AddRMSNorm(_ScaledNorm):
+    """Add a residual, then normalise the sum: `cupy_rmsnorm.add_rms_norm` as a module.
+
+    The sum is formed in float32 (float64 for float64) and normalised unrounded; residual_out is
+    that sum, rounded once to residual's dtype.
+
+    Parameters
+    ----------
+    normalized_shape, eps, elementwise_affine, device, dtype, weight_offset, cast
+        As in `RMSNorm`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cupy_rmsnorm.torch import AddRMSNorm
+    >>> norm = AddRMSNorm(4)
+    >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    >>> with torch.no_grad():
+    ...     norm(x, x)
+    (tensor([[0.3651, 0.7303, 1.0954, 1.4606]]), tensor([[2., 4., 6., 8.]]))
+    """
+
+    def forward(self, x: Any, residual: Any) -> tuple[Any, Any]:
+        """The normalised sum, and the sum."""
+        weight = self.weight
+        if weight is None:
+            check_shape(x, self.normalized_shape)
+        return add_rms_norm(
+            x,
+            residual,
+            weight,
+            eps=eps_for(self.eps, x),
+            weight_offset=self.weight_offset,
+            axis=self._axis,
+            cast=self.cast,
+        )
+
+
+class LayerNorm(torch.nn.LayerNorm):  # type: ignore[misc]
+    """`torch.nn.LayerNorm`, computed by `cupy_rmsnorm.layer_norm`.
+
+    Parameters, state_dict and what its arguments mean are torch's. Under autocast the output keeps
+    x's dtype, where torch's own module returns float32.
+
+    Parameters
+    ----------
+    normalized_shape : int or sequence of int
+        The trailing axes, which form one row together.
+    eps : float, default 1e-5
+        Added to the variance.
+    elementwise_affine : bool, default True
+        Whether there is a weight.
+    bias : bool, default True
+        Whether there is a bias beside the weight.
+    device, dtype : optional
+        Of weight and bias; their dtype is independent of x's among float16, bfloat16 and float32.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cupy_rmsnorm.torch import LayerNorm
+    >>> norm = LayerNorm(4, bias=False)
+    >>> with torch.no_grad():
+    ...     norm(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
+    tensor([[-1.3416, -0.4472,  0.4472,  1.3416]])
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(
+            normalized_shape, eps, elementwise_affine, bias, device=device, dtype=dtype
+        )
+        self._axis = axis_of(self.normalized_shape)
+
+    def forward(self, input: Any) -> Any:
+        """Normalise `input`."""
+        weight = self.weight
+        if weight is None:
+            check_shape(input, self.normalized_shape)
+        return layer_norm(input, weight, self.bias, eps=self.eps, axis=self._axis)
+
+
+class QKNorm(torch.nn.Module):  # type: ignore[misc]
+    """Normalise the heads of q and k: `cupy_rmsnorm.qk_norm` as a module.
+
+    Parameters
+    ----------
+    head_size : int
+        The size of q's and k's last axis.
+    eps : float, optional
+        As in `RMSNorm`.
+    elementwise_affine : bool, default True
+        Whether there are weights, ``q_weight`` and ``k_weight``.
+    device, dtype : optional
+        Of the weights; their dtype is independent of q's among float16, bfloat16 and float32.
+    heads : pair of int, optional
+        How many heads q and k have, for a weight of each head's own, as in
+        ``(tokens, heads, head_size)``. Without it all heads share one.
+    weight_offset, cast
+        As in `RMSNorm`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cupy_rmsnorm.torch import QKNorm
+    >>> norm = QKNorm(2, heads=(3, 1))
+    >>> norm
+    QKNorm(2, eps=None, elementwise_affine=True, heads=(3, 1))
+    >>> with torch.no_grad():
+    ...     q, k = norm(torch.ones(5, 3, 2), torch.ones(5, 1, 2))
+    >>> q.shape, k.shape
+    (torch.Size([5, 3, 2]), torch.Size([5, 1, 2]))
+    """
+
+    def __init__(
+        self,
+        head_size: int,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        heads: tuple[int, int] | None = None,
+        weight_offset: float = 0.0,
+        cast: CastOption = "once",
+    ) -> None:
+        super().__init__()
+        self.head_size = head_size
+        self.eps = eps
+        self.elementwise_affine = elementwise_affine
+        self.heads = heads
+        self.weight_offset = float(weight_offset)
+        self.cast: CastOption = cast
+        for number, name in enumerate(("q_weight", "k_weight")):
+            weight = None
+            if elementwise_affine:
+                shape = (head_size,) if heads is None else (heads[number], head_size)
+                weight = torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            self.register_parameter(name, weight)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weights so that weight + weight_offset is 1."""
+        if self.elementwise_affine:
+            torch.nn.init.constant_(self.q_weight, 1.0 - self.weight_offset)
+            torch.nn.init.constant_(self.k_weight, 1.0 - self.weight_offset)
+
+    def forward(self, q: Any, k: Any) -> tuple[Any, Any]:
+        """q and k, normalised."""
+        q_weight = self.q_weight
+        if q_weight is None:
+            check_shape(q, (self.head_size,))
+            check_shape(k, (self.head_size,))
+        return qk_norm(
+            q,
+            k,
+            q_weight,
+            self.k_weight,
+            eps=eps_for(self.eps, q),
+            weight_offset=self.weight_offset,
+            cast=self.cast,
+        )
+
+    def extra_repr(self) -> str:
+        """Head size and options."""
+        text = f"{self.head_size}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
+        if self.heads is not None:
+            text += f", heads={self.heads}"
+        if self.weight_offset:
+            text += f", weight_offset={self.weight_offset}"
+        if self.cast != "once":
+            text += f", cast={self.cast!r}"
+        return text
