@@ -18,6 +18,7 @@ from ._device import current_device
 from ._kernel import Specialisation
 from ._plan import choose_launch, choose_plan
 from ._plan_backward import BackwardLaunch
+from ._progress import Progress
 
 Built = tuple[Specialisation, int]  # what to build, and the shared memory it may ask for
 
@@ -38,9 +39,9 @@ def warmup(calls: Iterable[WarmupCall]) -> None:
         with current_device(device):
             _kernel.function(built[0], device, built[1])
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with Progress("Warm-up", len(wanted)) as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
         for _ in pool.map(build, wanted):
-            pass
+            bar.step(1)
 
 
 def specialisations(call: WarmupCall, device: int) -> Iterator[Built]:

@@ -25,6 +25,7 @@ import numpy as np
 
 from . import __version__, _bench, _info, _study, layer_norm, rms_norm
 from ._dtypes import ROW_DTYPES, numpy_dtype
+from ._progress import Progress
 
 Rows = list[tuple[str, str]]  # label and value, a line each
 
@@ -544,32 +545,6 @@ def _duration(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.4g} {unit}"
     return f"{seconds / 1e-6:.4g} us"
-
-
-class Progress:
-    """A bar on a terminal's error stream, drawn only from the second second on."""
-
-    WIDTH = 40
-
-    def __init__(self, title: str, steps: int) -> None:
-        self.title, self.steps, self.done = title, max(1, steps), 0
-        self.begin, self.drawn = time.monotonic(), False
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.drawn:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-    def step(self, count: int) -> None:
-        """`count` more of the steps are done."""
-        self.done += count
-        if time.monotonic() - self.begin > 1 and sys.stderr.isatty():
-            self.drawn = True
-            share = min(1.0, self.done / self.steps)
-            bar = ("#" * int(share * self.WIDTH)).ljust(self.WIDTH, ".")
-            print(f"\r[{bar}] {share:4.0%}", end="", file=sys.stderr, flush=True)
 
 
 def print_rows(title: str, rows: Rows) -> None:

@@ -554,7 +554,10 @@ def test_progress_is_shown_after_a_second(monkeypatch: pytest.MonkeyPatch) -> No
         assert sys.stderr.getvalue() == ""
         now = 1.1
         progress.step(1)
-        assert f"[{'#' * 20}{'.' * 20}]  50%" in sys.stderr.getvalue()
+        assert f"[{'#' * 20}{'.' * 20}]  50%, 0:01 left" in sys.stderr.getvalue()
+        now = 120.0
+        progress.step(1)
+        assert f"[{'#' * 30}{'.' * 10}]  75%, 0:40 left" in sys.stderr.getvalue()
     assert sys.stderr.getvalue().endswith("\r\x1b[K")
 
     monkeypatch.setattr(sys, "stderr", io.StringIO())  # not a terminal: nothing is drawn

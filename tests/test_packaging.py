@@ -43,7 +43,7 @@ LAYERS = """
     _kernel _operands
     _plan_backward
     _plan _source _build _layout _overlap _cpu_cast _cpu_pool
-    _bench _docs _info _refuse
+    _bench _docs _info _progress _refuse
     _call _device _dtypes
 """
 LAYER = {module: depth for depth, line in enumerate(LAYERS.split("\n")) for module in line.split()}

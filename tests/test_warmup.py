@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import threading
+import types
 from typing import Any
 
 import numpy as np
@@ -79,3 +83,51 @@ def test_calls_find_their_kernels(
         for rows in ROWS:
             missing = launched(op, rows, hidden_size, options) - built
             assert not missing, (rows, missing)
+
+
+def test_kernels_are_built_once_each_by_many_threads_beside_a_bar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first build waits for another one to begin: on a single thread it would not end."""
+    another = threading.Event()
+    built: list[tuple[Specialisation, int]] = []
+    steps: list[int] = []
+
+    def function(specialisation: Specialisation, device: int, shared_bytes: int = 0) -> None:
+        built.append((specialisation, device))
+        if len(built) > 1:
+            another.set()
+        assert another.wait(60)
+
+    class Bar(contextlib.AbstractContextManager[Any]):
+        def __init__(self, title: str, count: int) -> None:
+            steps.append(-count)
+
+        def __exit__(self, *exception: object) -> None:
+            steps.append(0)
+
+        def step(self, count: int) -> None:
+            steps.append(count)
+
+    runtime = types.SimpleNamespace(getDevice=lambda: 0)
+    cuda = types.SimpleNamespace(runtime=runtime)
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    monkeypatch.setattr(_cuda_warmup, "current_device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(_cuda_warmup.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(_cuda_warmup, "Progress", Bar)
+    monkeypatch.setattr(_kernel, "function", function)
+    monkeypatch.setattr(_kernel, "device_properties", lambda device: DeviceProperties(90, SM_COUNT))
+    dtypes: dict[str, Any] = dict.fromkeys(
+        ("residual_dtype", "out_dtype", "dout_dtype", "dweight_dtype", "bias_dtype")
+    )
+    dtypes |= {"dtype": "float16", "weight_dtype": "float16"}
+    calls = [
+        check_warmup("rms_norm", size, "once", False, None, **dtypes)
+        for size in (64, 128, 64, 4096, 1000, 64)
+    ]
+    wanted = {found for call in calls for found, _ in _cuda_warmup.specialisations(call, 0)}
+    _cuda_warmup.warmup(calls)
+    assert len(built) == len(wanted)
+    assert {found for found, _ in built} == wanted
+    assert steps == [-len(wanted), *len(wanted) * [1], 0]
