@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,9 @@ from cupy_rmsnorm import _kernel, _source, _study, cli, variants
 from cupy_rmsnorm._dtypes import TABLE as DTYPES
 from cupy_rmsnorm._kernel import DeviceProperties
 from cupy_rmsnorm.variants import TABLE, Variant
-from tests import backends, compare, compiled, emulator, inputs, oracle
-from tests.emulator import build
+from tests import backends, compare, compiled, emulator, inputs, oracle, study
+from tests.study import EPS, is_pure_half, reference, run, sizes
 
-EPS = 1e-5
-ARCH, SM_COUNT = 90, 4  # of the emulated GPU
-ANY_SIZES = (1, 2, 7, 8, 24, 33, 257, 768, 1000, 4096, 5120, 16384)
-HALF = 2.0**-11  # float16's unit of rounding
-SUBNORMAL = 2.0**-25  # and the rounding of its smallest numbers
 LARGEST = 65504.0
 OVERFLOW = 65520.0  # rounds to infinity
 
@@ -41,19 +35,6 @@ CLASSIC = (
 
 def label(variant: Variant) -> str:
     return f"{variant.norm}-{variant.name}"
-
-
-def sizes(variant: Variant) -> list[int]:
-    """Every power of two that the variant admits; of any size, the ones that have failed."""
-    if not variant.sizes.power_of_two:
-        return [size for size in ANY_SIZES if size in variant.sizes]
-    powers = (1 << power for power in range(21))
-    admitted = [size for size in powers if size in variant.sizes]
-    return [size for size in admitted if size <= 2**16]
-
-
-def is_pure_half(variant: Variant) -> bool:
-    return variant.accumulation == "float16"
 
 
 # Where the kernels run ------------------------------------------------------------------------
@@ -73,12 +54,6 @@ class Machine:
         """Skip what this machine cannot run."""
         if variant.min_arch > self.properties.arch:
             pytest.skip(f"{variant.name} needs compute capability {variant.min_arch / 10}")
-        if self.backend_class is backends.Emulator and uses_cooperative_groups(variant):
-            pytest.skip("the emulator has no cooperative_groups.h")
-
-
-def uses_cooperative_groups(variant: Variant) -> bool:
-    return variant.source == "study_cooperative_groups"
 
 
 def instances(properties: DeviceProperties) -> list[variants.Instance]:
@@ -92,39 +67,13 @@ def instances(properties: DeviceProperties) -> list[variants.Instance]:
     ]
 
 
-@contextlib.contextmanager
-def emulated(checked: bool) -> Iterator[None]:
-    """The emulator in the driver's place; `variants.load` compiles for it."""
-    functions: dict[Any, Any] = {}
-
-    def load(wanted: Iterable[variants.Instance], device: int) -> None:
-        sources: dict[str, list[variants.Instance]] = {}
-        for instance in dict.fromkeys(wanted):
-            if not uses_cooperative_groups(instance[0]):
-                sources.setdefault(instance[0].source, []).append(instance)
-        for source, members in sources.items():
-            expressions = [variant.name_expression(arguments) for variant, arguments in members]
-            library = build.build(_source.load(source), tuple(expressions), (), checked)
-            for instance, expression in zip(members, expressions, strict=True):
-                found = emulator.Function(library, expression, library.kernels[expression])
-                emulator.check_parameters(found, _kernel.PARAMETERS[source])
-                functions[instance, device] = found
-
-    with (
-        mock.patch.object(variants, "load", load),
-        mock.patch.object(variants, "_functions", functions),
-        emulator.installed(arch=ARCH, sm_count=SM_COUNT, checked=checked),
-    ):
-        yield
-
-
 @pytest.fixture(scope="module", params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
 def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     if request.param == "emulator":
         if emulator.missing() is not None:
             pytest.skip(str(emulator.missing()))
-        properties = DeviceProperties(ARCH, SM_COUNT)
-        with emulated(checked=False):
+        properties = study.PROPERTIES
+        with study.emulated(checked=False):
             variants.load(instances(properties), 0)
             yield Machine(backends.Emulator, properties)
         return
@@ -135,111 +84,23 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     yield Machine(backends.Cupy, properties)
 
 
-def run(
-    variant: Variant,
-    backend: backends.Backend,
-    x: np.ndarray,
-    *,
-    eps: float = EPS,
-    layout: str = "contiguous",
-) -> tuple[np.ndarray, Any, Any]:
-    """The output between guard zones, and the gain and shift that it was given."""
-    gain: Any = 0.75
-    shift: Any = 0.3 if variant.norm == "layer" else None
-    if variant.vector:
-        gain = inputs.lay(inputs.weight(x.shape[-1], variant.dtype))
-        if variant.norm == "layer":
-            shift = inputs.lay(inputs.bias(x.shape[-1], variant.dtype))
-    out = backend.empty(x.shape, variant.dtype, layout)
-    parameters = [backend.input(value) for value in (gain, shift)]
-    y = variant(backend.input(inputs.lay(x, layout)), *parameters, eps=eps, out=out)
-    assert y is out
-    backend.synchronize()
-    backend.verify()
-    return backend.numpy(y), gain, shift
-
-
-def reference(
-    variant: Variant, x: np.ndarray, gain: Any, shift: Any, eps: float = EPS
-) -> tuple[np.ndarray, np.ndarray]:
-    """The right output and how far a kernel may be from it."""
-    forward = oracle.forward(x, gain, shift, norm=variant.norm, eps=eps)
-    if not is_pure_half(variant):
-        return forward.y.value, forward.y.bound(variant.dtype)
-    return forward.y.value, half_bound(variant, x, forward, abs(gain), abs(shift or 0.0), eps)
-
-
-def half_bound(
-    variant: Variant, x: np.ndarray, right: oracle.Forward, gain: float, shift: float, eps: float
-) -> np.ndarray:
-    """What sums in float16 may lose, term by term, where nothing overflows.
-
-    With u the unit of rounding and d the additions on one element's way into the sum, a sum of
-    positive terms errs by (d + 1) u of itself, counting the rounding of each product. The mean, eps
-    and their sum add 3 u and up to three roundings of a subnormal number; half of that relative
-    error reaches rstd, which is itself rounded, like its product with x, like the gain and their
-    product: 4 u. LayerNorm's mean errs by (d + 1) u mean|x|; that shifts every deviation and enters
-    the variance squared; the deviations are rounded: 2 u of the variance.
-    """
-    held = variant.vec_size
-    threads = x.shape[-1] // held
-    d = {1: 0, 2: 1, 8: 4}[held] + math.log2(threads)
-    wide = x.astype(np.float64)
-    rows = right.rstd.value[..., None]
-    mean_error = np.zeros_like(rows)
-    squares = (d + 4) * HALF
-    if variant.norm == "layer":
-        mean_error = (d + 2) * HALF * np.abs(wide).mean(-1, keepdims=True)
-        squares = squares + 2 * HALF + (mean_error * rows) ** 2
-    relative = 0.5 * (squares + 3 * SUBNORMAL * rows**2) + 5 * HALF
-    y = np.abs(right.y.value)
-    return (
-        gain * rows * mean_error
-        + np.abs(right.xhat) * gain * relative * (1 + relative)
-        + 2 * HALF * shift
-        + HALF * y
-        + 2 * SUBNORMAL * (1 + gain)
-    )
-
-
-def rows_for(variant: Variant, size: int, properties: DeviceProperties) -> int:
-    """A few rows; for blocks that take several rows in turn, more rows than blocks."""
-    if variant.geometry not in (variants._persistent, variants._async):
-        return 3
-    return variant.geometry(variant, size, 2**30, properties).grid + 5
-
-
 # Right answers --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variant", TABLE, ids=label)
 def test_every_size(machine: Machine, variant: Variant) -> None:
     machine.admits(variant)
-    # Sums of float16 overflow for the rows with a tag.
-    kind = "normal" if is_pure_half(variant) else "row_tagged"
     for size in sizes(variant):
-        rows = rows_for(variant, size, machine.properties)
-        x = inputs.array((rows, size), variant.dtype, kind)
-        y, gain, shift = run(variant, machine.backend(), x)
-        value, bound = reference(variant, x, gain, shift)
-        compare.close(y, value, bound, f"{variant.name} at {size}")
+        study.Row(variant, size).run(machine.backend(), machine.properties)
 
 
 @pytest.mark.skipif(emulator.missing() is not None, reason=str(emulator.missing()))
 def test_no_race_and_no_access_outside() -> None:
-    # The emulator takes the guard of a float16 array in shared memory, which C++ initialises, for
-    # shared memory; their sums are block_sum's, as those in float32.
-    checkable = [v for v in TABLE if not is_pure_half(v) and not uses_cooperative_groups(v)]
-    with emulated(checked=True):
-        properties = DeviceProperties(ARCH, SM_COUNT)
-        cases = [(v, size) for v in checkable for size in {sizes(v)[0], sizes(v)[-1] // 8}]
-        cases = [(v, size) for v, size in cases if size in v.sizes]
-        variants.load(
-            [(v, v.geometry(v, size, 1, properties).template_arguments) for v, size in cases], 0
-        )
-        for variant, size in cases:
-            rows = min(rows_for(variant, size, properties), 150)
-            run(variant, backends.Emulator(), inputs.array((rows, size), variant.dtype))
+    checkable = [row for row in study.ROWS if row.checkable]
+    with study.emulated(checked=True):
+        variants.load([row.instance for row in checkable], 0)
+        for row in checkable:
+            row.run(backends.Emulator())
 
 
 @pytest.mark.parametrize("variant", TABLE, ids=label)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which lines of the kernels the table runs: ``python -m tests.emulator.coverage``.
+"""Which lines of the kernels the tables run: ``python -m tests.emulator.coverage``.
 
-The kernels are compiled once more with gcov's counters, and the rows run unchecked. A line that is
-not run must be listed in EXPLAINED; otherwise the command fails.
+The kernels are compiled once more with gcov's counters, and the rows of `tests.kernels` and
+`tests.study` run unchecked. A line that is not run must be listed in EXPLAINED; otherwise the
+command fails.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests import emulator, kernels
+from cupy_rmsnorm import _source, variants
+from tests import emulator, kernels, study
 from tests.backends import Emulator
 from tests.emulator import build
 from tests.emulator.mutate import ARCH, specialisations
@@ -41,6 +43,10 @@ def _run() -> None:
             for row in rows:
                 with emulator.installed(arch=arch, sm_count=kernels.SM_COUNT, checked=False):
                     row.run(Emulator())
+    with study.emulated(checked=False):
+        variants.load([row.instance for row in study.ROWS], 0)
+        for row in study.ROWS:
+            row.run(Emulator())
 
 
 def _counts(folder: Path) -> dict[str, Counter[int]]:
@@ -68,8 +74,6 @@ def main() -> int:
         build.count_lines(arguments.run_into)
         _run()
         return 0
-
-    from cupy_rmsnorm import _source
 
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tests.emulator.coverage", "--run-into", folder]
