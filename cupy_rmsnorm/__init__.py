@@ -14,7 +14,7 @@ from ._api_forward import (
     layer_norm_forward,
     rms_norm_forward,
 )
-from ._tools import bind_layer_norm, bind_rms_norm, info, is_available, warmup
+from ._tools import bind_layer_norm, bind_rms_norm, info, is_available, load_plans, warmup
 
 __version__ = "0.1.0"
 
@@ -32,6 +32,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_backward",
     "layer_norm_forward",
+    "load_plans",
     "qk_norm",
     "rms_norm",
     "rms_norm_backward",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import _cuda_backward, _kernel
+from . import _cuda_backward, _kernel, _plan_file
 from ._call import Array, Backward, Cast, Forward, Norm
 from ._device import current_device
 from ._dtypes import TABLE
@@ -56,8 +56,19 @@ class ForwardKind:
         return TABLE[self.x].itemsize + (TABLE[self.residual].itemsize if self.residual else 0)
 
 
-def forward(call: Forward) -> _kernel.Launched | None:
-    """Run a checked forward call on the GPU of its arrays; returns what was launched."""
+def forward_plan(kind: ForwardKind, hidden_size: int, device: int) -> Plan:
+    """The plan of such rows: a loaded one, or the library's own."""
+    row = (kind.norm, hidden_size, kind.x, kind.residual)
+    return _plan_file.forward_plan(device, *row) or choose_plan(
+        *row, _kernel.device_properties(device).arch
+    )
+
+
+def forward(call: Forward, plan: Plan | None = None) -> _kernel.Launched | None:
+    """Run a checked forward call on the GPU of its arrays; returns what was launched.
+
+    `plan`, if it is given, stands in place of the one that such calls have.
+    """
     if call.rows == 0:
         return None
     kind = ForwardKind.of(call)
@@ -82,7 +93,7 @@ def forward(call: Forward) -> _kernel.Launched | None:
         )
         device = call.space.device.index
         properties = _kernel.device_properties(device)
-        plan = choose_plan(kind.norm, call.hidden_size, kind.x, kind.residual, properties.arch)
+        plan = plan or forward_plan(kind, call.hidden_size, device)
         launch = choose_launch(plan, call.rows, kind.staged_itemsize, properties.sm_count)
         specialisation = specialise_forward(
             kind,
@@ -104,10 +115,10 @@ def forward(call: Forward) -> _kernel.Launched | None:
         return launched
 
 
-def backward(call: Backward) -> None:
-    """Run a checked backward call on the GPU of its arrays."""
+def backward(call: Backward, plan: Plan | None = None) -> None:
+    """Run a checked backward call on the GPU of its arrays; `plan` is as in `forward`."""
     with current_device(call.space.device.index):
-        _cuda_backward.backward(call)
+        _cuda_backward.backward(call, plan)
 
 
 def _forward_arguments(call: Forward, operands: Operands) -> dict[str, float]:

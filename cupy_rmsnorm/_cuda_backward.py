@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from . import _kernel
+from . import _kernel, _plan_file
 from ._call import Array, Backward, Cast, Norm
 from ._dtypes import TABLE
 from ._kernel import Specialisation
@@ -89,18 +89,29 @@ class BackwardKind:
         return (self.dweight is not None) + (self.dbias is not None)
 
 
-def backward(call: Backward) -> None:
+def backward_plan(kind: BackwardKind, hidden_size: int, device: int) -> Plan:
+    """The plan of such rows: a loaded one, or the library's own."""
+    staged = (kind.x, kind.dout, kind.dresidual_out)
+    return _plan_file.backward_plan(device, kind.norm, hidden_size, *staged) or (
+        choose_backward_plan(
+            hidden_size, kind.x, kind.staged_itemsize, _kernel.device_properties(device).arch
+        )
+    )
+
+
+def backward(call: Backward, plan: Plan | None = None) -> None:
     """Run a checked backward call on its arrays' GPU, which is the current device."""
     if call.dx is None and call.dweight is None and call.dbias is None:
         return
-    Run(call).run()
+    Run(call, plan).run()
 
 
 class Run:
     """One call on its way: the arrays as kernels get them, the workspace, the launches."""
 
-    def __init__(self, call: Backward) -> None:
+    def __init__(self, call: Backward, plan: Plan | None = None) -> None:
         self.call = call
+        self.plan = plan
         self.kind = BackwardKind.of(call)
         self.properties = _kernel.device_properties(call.space.device.index)
         self.heads = call.row_shape[-1] if call.per_head else 1
@@ -134,8 +145,8 @@ class Run:
         if call.rows == 0:
             self._sum_parts(0)
         else:
-            arch = self.properties.arch
-            plan = choose_backward_plan(call.hidden_size, kind.x, kind.staged_itemsize, arch)
+            device = call.space.device.index
+            plan = self.plan or backward_plan(kind, call.hidden_size, device)
             if plan.kernel == "norm_backward":
                 self._run_rows(plan)
             else:

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from . import _kernel
 from ._call import Array, Backward, Device, Norm, WarmupCall
-from ._cuda import ForwardKind, specialise_forward
+from ._cuda import ForwardKind, forward_plan, specialise_forward
 from ._cuda_backward import Run
 from ._device import current_device
 from ._kernel import Specialisation
-from ._plan import choose_launch, choose_plan
+from ._plan import choose_launch
 from ._plan_backward import BackwardLaunch
 from ._progress import Progress
 
@@ -72,7 +72,7 @@ def _forward(call: WarmupCall, valid_rows: str, device: int) -> Iterator[Built]:
         masked=call.masked,
         per_head=call.per_head,
     )
-    plan = choose_plan(kind.norm, call.hidden_size, kind.x, kind.residual, properties.arch)
+    plan = forward_plan(kind, call.hidden_size, device)
     for rows in ROWS:
         launch = choose_launch(plan, rows, kind.staged_itemsize, properties.sm_count)
         specialisation = specialise_forward(

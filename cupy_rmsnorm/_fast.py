@@ -129,7 +129,8 @@ def _cupy_library(cupy: Any) -> Library:
 class Entry:
     """One launch, ready but for addresses and stream."""
 
-    def __init__(self, library: Library, call: Forward, launched: Launched) -> None:
+    def __init__(self, library: Library, call: Forward, launched: Launched, epoch: int) -> None:
+        self.epoch = epoch
         self.function = launched.function  # keeps the function behind `handle` loaded
         self.handle = launched.function.ptr
         self.launch = launched.launch_kernel
@@ -202,6 +203,7 @@ def _nbytes(array: Array | float | None) -> int:
 _libraries: dict[type, Library] = {}  # by the type of x
 _kept: dict[Hashable, Kept] = {}  # by function and options
 _lock = threading.Lock()
+epoch = 0  # counts what was forgotten: a call that began before is not remembered
 
 
 def kept(function: str, options: tuple[object, ...], out_dtype: object) -> Kept | None:
@@ -299,7 +301,8 @@ def forward(
     )
     if learnt is not None:
         with _lock:
-            _bounded(entries, LIMIT)[key] = learnt
+            if learnt.epoch == epoch:
+                _bounded(entries, LIMIT)[key] = learnt
         return None
     entry = entries.get(key)
     if entry is None:
@@ -371,14 +374,18 @@ def remember(
     residual_out: Any,
     checked: Forward,
     launched: Launched,
+    began: int,
 ) -> None:
-    """Keep what the general road launched, if the call qualifies for the short one."""
+    """Keep what the general road launched, if the call qualifies for the short one.
+
+    `began` is the `epoch` before the call's plan was chosen.
+    """
     library = _library(type(x))
     if library is None or checked.hidden_size == 1:  # may have torch's negative bit
         return
     made = (checked.y.pointer, checked.residual_out.pointer if checked.residual_out else 0)
     if not any(pointer % ALIGNMENT for pointer in made):
-        learnt = Entry(library, checked, launched)
+        learnt = Entry(library, checked, launched, began)
         forward(entries, x, residual, weight, bias, out, residual_out, learnt)
 
 
@@ -390,8 +397,10 @@ def _bounded(kept: dict[Hashable, ItemT], limit: int) -> dict[Hashable, ItemT]:
 
 
 def forget() -> None:
-    """Let every call take the general road once more."""
+    """Let every call take the general road once more: plans may have changed."""
+    global epoch
     with _lock:
+        epoch += 1
         for entries in _kept.values():
             entries.clear()
 

@@ -160,6 +160,7 @@ class DeviceProperties:
 
     arch: int  # 10 * major + minor
     sm_count: int
+    name: str = ""  # of the model: plan files are for one
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +196,17 @@ def device_properties(device: int) -> DeviceProperties:
 
     properties = runtime.getDeviceProperties(device)
     return DeviceProperties(
-        10 * properties["major"] + properties["minor"], properties["multiProcessorCount"]
+        10 * properties["major"] + properties["minor"],
+        properties["multiProcessorCount"],
+        properties["name"].decode(),
     )
+
+
+def devices() -> list[DeviceProperties]:
+    """Those that this process sees, in their order."""
+    from cupy.cuda import runtime
+
+    return [device_properties(index) for index in range(runtime.getDeviceCount())]
 
 
 _functions: dict[tuple[Specialisation, int], Any] = {}

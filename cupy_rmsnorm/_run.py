@@ -208,9 +208,11 @@ def forward(
         rstd_out=caller.output("rstd_out", rstd_out),
         statistics=statistics,
     )
+    began = _fast.epoch
     launched = backend(caller.x.device).forward(checked)
     if launched is not None and kept is not None:
-        _fast.remember(kept, x, residual, weight, bias, out, residual_out, checked, launched)
+        arrays = (x, residual, weight, bias, out, residual_out)
+        _fast.remember(kept, *arrays, checked, launched, began)
     return Outputs(
         caller.give(checked.y, out),
         caller.give(checked.residual_out, residual_out),

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -190,9 +192,63 @@ def info() -> dict[str, Any]:
     >>> isinstance(info(), dict)
     True
     """
-    from . import _info
+    from . import _info, _plan_file
 
-    return _info.info()
+    loaded = _plan_file.loaded()
+    return {
+        **_info.info(),
+        "plan_file": loaded.path if loaded else None,
+        "plan_file_sha256": loaded.sha256 if loaded else None,
+    }
+
+
+def load_plans(path: str | os.PathLike[str] | None) -> None:
+    """Compute by the plans of a file that ``cupy-rmsnorm tune`` wrote on this device model.
+
+    Nothing else reads such a file. Calls from now on take its plans where it has one for their
+    function, hidden size and dtypes, on every device of the file's model; CUDA graphs keep what
+    they captured. A plan decides the order of a row's sum: results may differ in bits from those
+    without the file, within the same bounds, and depend as little on the batch, the alignment or
+    the strides. `info` says which file is loaded, and its hash.
+
+    Parameters
+    ----------
+    path : str or path-like, or None
+        The file, in place of one that was loaded before; None goes back to the library's own plans.
+
+    Raises
+    ------
+    TypeError
+        `path` is none.
+    OSError
+        The file cannot be read.
+    ValueError
+        It was made on another device model or by another version of the library, or an entry is
+        not one that tune writes: the message names the entry and the reason. Nothing has changed.
+    RuntimeError
+        There is no GPU here that the plans could be for.
+
+    Examples
+    --------
+    >>> from cupy_rmsnorm import load_plans
+    >>> load_plans(None)
+    """
+    from . import _plan_file
+
+    if path is None:
+        _plan_file.unload()
+    else:
+        try:
+            name = os.fsdecode(path)
+        except TypeError:
+            raise TypeError(f"path must be a str or path-like, got {type(path).__name__}") from None
+        from . import _info
+
+        usable, reason = _info.available()
+        if not usable:
+            raise RuntimeError(f"plans are for a GPU's model, and there is none here: {reason}")
+        _plan_file.load(name, sys.modules[__package__ or ""].__version__)
+    _fast.forget()
 
 
 def warmup(

@@ -13,12 +13,12 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from . import _cuda, _kernel
+from . import _cuda
 from ._call import Array, Backward, Forward
-from ._cuda_backward import BackwardKind
+from ._cuda import ForwardKind
+from ._cuda_backward import BackwardKind, backward_plan
 from ._device import current_device, runtime
-from ._plan import Plan, choose_plan
-from ._plan_backward import choose_backward_plan
+from ._plan import Plan
 
 DEBUG = os.environ.get("CUPY_RMSNORM_DEBUG") == "1"
 NVTX = os.environ.get("CUPY_RMSNORM_NVTX") == "1"
@@ -74,9 +74,7 @@ def _describe(call: Forward | Backward) -> str:
 
 
 def _plan(call: Forward | Backward) -> Plan:
-    arch = _kernel.device_properties(call.space.device.index).arch
+    device = call.space.device.index
     if isinstance(call, Backward):
-        staged_itemsize = BackwardKind.of(call).staged_itemsize
-        return choose_backward_plan(call.hidden_size, call.x.dtype, staged_itemsize, arch)
-    residual_dtype = call.residual.dtype if call.residual is not None else None
-    return choose_plan(call.norm, call.hidden_size, call.x.dtype, residual_dtype, arch)
+        return backward_plan(BackwardKind.of(call), call.hidden_size, device)
+    return _cuda.forward_plan(ForwardKind.of(call), call.hidden_size, device)

@@ -40,7 +40,9 @@ LAYERS = """
     _cuda_warmup _watch
     _cuda _cpu
     _cuda_backward
+    _plan_file
     _kernel _operands
+    _candidates
     _plan_backward
     _plan _source _build _layout _overlap _cpu_cast _cpu_pool
     _bench _docs _info _progress _refuse
