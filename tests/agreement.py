@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 import zlib
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,18 +33,13 @@ PROPERTIES = _kernel.DeviceProperties(arch=90, sm_count=kernels.SM_COUNT)  # dec
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "agreement.json"
 ROWS, VALUES = 1000, 512
 STATISTICS = ("mean", "rstd")
-THREADS = 16  # that compile for the GPU
-
-
-@contextmanager
-def _unchecked() -> Iterator[None]:
-    """The table's tests hold either side against the oracle; here the sides meet."""
-    with mock.patch.multiple(calls, check_forward=mock.DEFAULT, check_backward=mock.DEFAULT):
-        yield
+PROCESSES = 14  # on the GPU
 
 
 def _results(row: Any, backend: Backend) -> dict[str, np.ndarray]:
-    return {name: array for name, array in row.run(backend).items() if array is not None}
+    """What the row's call gives. The table's tests hold it against the oracle, not this."""
+    with mock.patch.multiple(calls, check_forward=mock.DEFAULT, check_backward=mock.DEFAULT):
+        return {name: array for name, array in row.run(backend).items() if array is not None}
 
 
 def _spread(array: np.ndarray, most: int) -> np.ndarray:
@@ -75,6 +69,11 @@ def ulps(got: np.ndarray, expected: np.ndarray) -> float:
     return float((np.abs(here - there) / oracle.ulp(size, got.dtype.name)).max())
 
 
+def emulated() -> AbstractContextManager[None]:
+    """The emulator as the GPU that results are compared with."""
+    return emulator.installed(arch=PROPERTIES.arch, sm_count=PROPERTIES.sm_count, checked=False)
+
+
 def emulate(file: Path, rows: list[Any]) -> None:
     """Keep what the emulator gives."""
     names = {row.name for row in rows}
@@ -84,10 +83,7 @@ def emulate(file: Path, rows: list[Any]) -> None:
     )
     kept: dict[str, np.ndarray] = {}
     for row in rows:
-        with (
-            _unchecked(),
-            emulator.installed(arch=PROPERTIES.arch, sm_count=PROPERTIES.sm_count, checked=False),
-        ):
+        with emulated():
             for output, array in _results(row, Emulator()).items():
                 kept[f"{row.name}/{output}/checksums"] = checksums(output, array)
                 kept[f"{row.name}/{output}/values"] = values(array)
@@ -105,12 +101,19 @@ class Tally:
     equal_rows: int = 0
     ulps: float = 0.0
 
-    def add(self, same: np.ndarray, ulps: float) -> None:
-        self.cases += 1
-        self.equal_cases += bool(same.all())
-        self.rows += len(same)
-        self.equal_rows += int(same.sum())
-        self.ulps = max(self.ulps, ulps)
+    @classmethod
+    def of(cls, same: np.ndarray, ulps: float) -> Tally:
+        """One case: whether its rows are equal, and how far they are apart."""
+        return cls(1, int(same.all()), len(same), int(same.sum()), ulps)
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            self.cases + other.cases,
+            self.equal_cases + other.equal_cases,
+            self.rows + other.rows,
+            self.equal_rows + other.equal_rows,
+            max(self.ulps, other.ulps),
+        )
 
 
 def compare_with(kept: Any, row: Any, backend: Backend, tallies: dict[str, Tally]) -> list[str]:
@@ -121,48 +124,62 @@ def compare_with(kept: Any, row: Any, backend: Backend, tallies: dict[str, Tally
         for output, array in got.items()
     }
     direction = "forward" if "y" in got else "backward"
+
+    def count(what: str, same: np.ndarray, ulps: float) -> None:
+        name = f"{direction} {what}"
+        tallies[name] = tallies.get(name, Tally()) + Tally.of(same, ulps)
+
     for output, array in got.items():
         there = kept[f"{row.name}/{output}/values"].view(array.dtype)
-        apart = ulps(values(array).view(array.dtype), there)
-        tallies.setdefault(f"{direction} {output}", Tally()).add(same[output], apart)
+        count(output, same[output], ulps(values(array).view(array.dtype), there))
     if direction == "backward":
         return []
     statistics = np.logical_and.reduce([same[name] for name in STATISTICS if name in same])
     given = same["y"][statistics]
-    tallies.setdefault("forward y where statistics are equal", Tally()).add(given, 0.0)
+    count("y where statistics are equal", given, 0.0)
     exact = {"y": given, "residual_out": same.get("residual_out", given)}
     return [f"{row.name}: {output}" for output, equal in exact.items() if not equal.all()]
+
+
+def compare_share(file: Path, first: int, every: int) -> tuple[list[str], dict[str, Tally]]:
+    """The calls of each `every`-th kept row: what is wrong, and how the outputs agree."""
+    found = _kernel.device_properties(0)
+    if found != PROPERTIES:
+        return [f"the kept results are those of {PROPERTIES}, this is {found}"], {}
+    kept = np.load(file)
+    rows = {row.name: row for row in (*kernels.FORWARD, *kernels.BACKWARD)}
+    faults: list[str] = []
+    tallies: dict[str, Tally] = {}
+    for name in list(dict.fromkeys(key.split("/")[0] for key in kept.files))[first::every]:
+        if name in rows:
+            faults += compare_with(kept, rows[name], Cupy(), tallies)
+        else:
+            faults.append(f"{name} is no row of the table any more")
+    return faults, tallies
 
 
 def compare_all(file: Path, out: Path, commit: str) -> int:
     """Make the calls on this GPU, compare, and write the figures."""
     import cupy
 
-    if _kernel.device_properties(0) != PROPERTIES:
-        print(
-            f"the kept results have plans for {PROPERTIES}, this is {_kernel.device_properties(0)}"
-        )
-        return 2
-    kept = np.load(file)
-    names = {key.split("/")[0] for key in kept.files}
-    rows = [row for row in (*kernels.FORWARD, *kernels.BACKWARD) if row.name in names]
-    if len(rows) != len(names):
-        print("the table has other rows than it had")
-        return 2
-
-    def load(use: compiled.Use) -> None:
-        _kernel.function(use.specialisation, 0, use.shared_bytes)
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(load, (use for use in compiled.uses(PROPERTIES.arch) if use.row in names)))
+    # Most of the time goes into compilation.
+    with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
+        shares = pool.starmap(compare_share, [(file, i, PROCESSES) for i in range(PROCESSES)])
+    faults = [fault for share, _ in shares for fault in share]
     tallies: dict[str, Tally] = {}
-    with _unchecked():
-        faults = [fault for row in rows for fault in compare_with(kept, row, Cupy(), tallies)]
-    device = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    meta = {"device": device, "commit": commit, "cases": len(rows), "faults": faults}
-    lines = [json.dumps({"output": name, **vars(tally)}) for name, tally in tallies.items()]
+    for _, share in shares:
+        for name, tally in share.items():
+            tallies[name] = tallies.get(name, Tally()) + tally
+    meta = {
+        "device": cupy.cuda.runtime.getDeviceProperties(0)["name"].decode(),
+        **compiled.versions(),
+        "commit": commit,
+        "cases": len({key.split("/")[0] for key in np.load(file).files}),
+        "faults": faults,
+    }
+    lines = [json.dumps({"output": name, **vars(tallies[name])}) for name in sorted(tallies)]
     body = ",\n".join(lines)
-    out.write_text(f'{{"meta": {json.dumps(meta | compiled.versions())},\n"rows": [\n{body}\n]}}\n')
+    out.write_text(f'{{"meta": {json.dumps(meta)},\n"rows": [\n{body}\n]}}\n')
     print(out.read_text())
     return 1 if faults else 0
 

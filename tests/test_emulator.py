@@ -7,12 +7,14 @@ import json
 import re
 import struct
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cupy_rmsnorm import _source
-from tests import kernels
+from tests import agreement, kernels
+from tests.backends import Emulator
 from tests.emulator import build, mutate
 from tests.emulator.launch import (
     Function,
@@ -614,3 +616,28 @@ def test_a_mutant_is_made_and_killed() -> None:
     verdict, why = mutate.run_one(mutant, [(row, 2)])
     assert verdict == "killed"
     assert "wrong mask" in why
+
+
+def test_agreement_counts_what_differs(tmp_path: Path) -> None:
+    row = next(row for row in kernels.FORWARD if row.place == "packs_64" and row.residual)
+    file = tmp_path / "kept.npz"
+    agreement.emulate(file, [row])
+    kept = dict(np.load(file))
+    tallies: dict[str, agreement.Tally] = {}
+    with agreement.emulated():
+        assert agreement.compare_with(kept, row, Emulator(), tallies) == []
+        assert tallies.keys() >= {"forward y", "forward residual_out", "forward rstd"}
+        for tally in tallies.values():
+            assert tally == agreement.Tally(1, 1, row.rows, row.rows, 0.0)
+        kept[f"{row.name}/y/checksums"][1] += 1
+        kept[f"{row.name}/rstd/checksums"][0] += 1
+        kept[f"{row.name}/rstd/values"][0] += 3  # the largest
+        tallies.clear()
+        assert agreement.compare_with(kept, row, Emulator(), tallies) == [f"{row.name}: y"]
+    assert tallies["forward y"] == agreement.Tally(1, 0, row.rows, row.rows - 1, 0.0)
+    assert tallies["forward rstd"] == agreement.Tally(1, 0, row.rows, row.rows - 1, 3.0)
+    given = agreement.Tally(1, 0, row.rows - 1, row.rows - 2, 0.0)
+    assert tallies["forward y where statistics are equal"] == given
+    kept[f"{row.name}/rstd/checksums"][1] += 1
+    with agreement.emulated():
+        assert agreement.compare_with(kept, row, Emulator(), {}) == []
