@@ -29,7 +29,7 @@ from benchmarks import race
 
 RESULTS = Path(__file__).parent / "results" / "train.json"
 SOURCES = ("argparse", "ast", "datetime", "decimal", "doctest", "inspect", "optparse", "typing")
-SOURCES += ("pickle", "statistics", "subprocess", "tarfile", "threading", "turtle", "zipfile")
+SOURCES += ("pickle", "statistics", "subprocess", "tarfile", "threading", "shutil")
 CONTEXT, WIDTH, HEADS, LAYERS = 128, 128, 4, 4
 BATCH, STEPS, SEEDS = 64, 1000, 3
 LEARNING_RATE, WARM_UP = 2e-3, 100
