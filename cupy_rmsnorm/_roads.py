@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which road a call takes.
+
+Traced by torch.compile or torch.export, it becomes an operator. Like one before it, it takes the
+short road. Followed by torch's autograd, it becomes a node of its graph. Any other takes the
+general road.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TypeVar
+
+from . import _fast, _run
+from ._call import Norm
+
+ArrayT = TypeVar("ArrayT")
+
+
+def traced(x: object) -> bool:
+    """Whether torch traces this call. Every call asks: where nothing traces it is one look-up."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    compiler: Any = sys.modules["torch.compiler"]
+    return compiler.is_compiling() and isinstance(x, sys.modules["torch"].Tensor)
+
+
+def _recorded(x: object, *others: object) -> bool:
+    """Whether autograd follows one of these, and x is a tensor, so that y can be followed too."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.is_grad_enabled() or not isinstance(x, torch.Tensor):
+        return False
+    # Transforms of torch.func are refused where arrays are described.
+    return (
+        any(isinstance(value, torch.Tensor) and value.requires_grad for value in (x, *others))
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def normalize(
+    function: str,
+    norm: Norm,
+    x: ArrayT,
+    weight: object,
+    bias: object,
+    options: _run.Values,
+    where: object,
+    valid_rows: object,
+    out: ArrayT | None,
+    out_dtype: object,
+) -> ArrayT:
+    """Run rms_norm or layer_norm."""
+    kept = None
+    if not traced(x) and where is None and valid_rows is None:
+        kept = _fast.kept(function, options, out_dtype)
+        if kept is not None:
+            done = _fast.forward(kept, x, None, weight, bias, out, None)
+            if done is not None:
+                return done[0]  # type: ignore[no-any-return]
+    return normalize_anew(
+        function, norm, x, weight, bias, options, where, valid_rows, out, out_dtype, kept
+    )
+
+
+def normalize_anew(
+    function: str,
+    norm: Norm,
+    x: ArrayT,
+    weight: object,
+    bias: object,
+    options: _run.Values,
+    where: object,
+    valid_rows: object,
+    out: ArrayT | None,
+    out_dtype: object,
+    kept: _fast.Kept | None,
+) -> ArrayT:
+    """Run rms_norm or layer_norm where the short road did not."""
+    if traced(x):
+        return _operator(  # type: ignore[no-any-return]
+            function, x, weight, bias, options, where, valid_rows, out, out_dtype
+        ).y
+    if _recorded(x, weight, bias):
+        from . import _torch_autograd
+
+        return _torch_autograd.normalize(  # type: ignore[no-any-return]
+            function, norm, x, weight, bias, options, where, valid_rows, out, out_dtype
+        )
+    return _run.forward(
+        function,
+        norm,
+        x,
+        weight,
+        bias,
+        options,
+        where=where,
+        valid_rows=valid_rows,
+        out=out,
+        out_dtype=out_dtype,
+        kept=kept,
+    ).y
+
+
+def add_normalize(
+    function: str,
+    norm: Norm,
+    x: ArrayT,
+    residual: object,
+    weight: object,
+    bias: object,
+    options: _run.Values,
+    where: object,
+    valid_rows: object,
+    out: ArrayT | None,
+    out_dtype: object,
+    residual_out: ArrayT | None,
+) -> tuple[ArrayT, ArrayT]:
+    """Run add_rms_norm or add_layer_norm."""
+    if traced(x):
+        outputs = _operator(
+            function,
+            x,
+            weight,
+            bias,
+            options,
+            where,
+            valid_rows,
+            out,
+            out_dtype,
+            residual=residual,
+            residual_out=residual_out,
+        )
+        return outputs.y, outputs.residual_out
+    kept = None
+    if where is None and valid_rows is None and residual is not None:
+        kept = _fast.kept(function, options, out_dtype)
+        if kept is not None:
+            done = _fast.forward(kept, x, residual, weight, bias, out, residual_out)
+            if done is not None:
+                return done[0], done[1]
+    if _recorded(x, residual, weight, bias):
+        from . import _torch_autograd
+
+        return _torch_autograd.add_normalize(  # type: ignore[no-any-return]
+            function,
+            norm,
+            x,
+            residual,
+            weight,
+            bias,
+            options,
+            where,
+            valid_rows,
+            out,
+            out_dtype,
+            residual_out,
+        )
+    outputs = _run.forward(
+        function,
+        norm,
+        x,
+        weight,
+        bias,
+        options,
+        where=where,
+        valid_rows=valid_rows,
+        out=out,
+        out_dtype=out_dtype,
+        residual=residual,
+        residual_out=residual_out,
+        adds=True,
+        kept=kept,
+    )
+    return outputs.y, outputs.residual_out
+
+
+def forward(
+    function: str,
+    norm: Norm,
+    x: ArrayT,
+    weight: object,
+    bias: object,
+    options: _run.Values,
+    *,
+    where: object,
+    valid_rows: object,
+    out: ArrayT | None,
+    out_dtype: object,
+    residual: object = None,
+    residual_out: ArrayT | None = None,
+    mean_out: ArrayT | None = None,
+    rstd_out: ArrayT | None = None,
+    adds: bool = False,
+) -> _run.Outputs[ArrayT]:
+    """Run a function that returns statistics; autograd records none."""
+    if traced(x):
+        return _operator(
+            function,
+            x,
+            weight,
+            bias,
+            options,
+            where,
+            valid_rows,
+            out,
+            out_dtype,
+            residual=residual,
+            residual_out=residual_out,
+            mean_out=mean_out,
+            rstd_out=rstd_out,
+        )
+    return _run.forward(
+        function,
+        norm,
+        x,
+        weight,
+        bias,
+        options,
+        where=where,
+        valid_rows=valid_rows,
+        out=out,
+        out_dtype=out_dtype,
+        residual=residual,
+        residual_out=residual_out,
+        mean_out=mean_out,
+        rstd_out=rstd_out,
+        adds=adds,
+        statistics=True,
+    )
+
+
+def backward(
+    function: str,
+    norm: Norm,
+    dout: object,
+    x: ArrayT,
+    weight: object,
+    bias: object,
+    options: _run.Values,
+    *,
+    added: bool = False,
+    **arguments: Any,
+) -> _run.Gradients[ArrayT]:
+    """Run a backward function; autograd records none."""
+    if traced(x):
+        from . import _torch_ops
+
+        return _torch_ops.backward(function, dout, x, weight, bias, options, **arguments)
+    return _run.backward(function, norm, dout, x, weight, bias, options, added=added, **arguments)
+
+
+def qk_norm(
+    q: ArrayT,
+    k: ArrayT,
+    q_weight: object,
+    k_weight: object,
+    eps: float,
+    weight_offset: float,
+    cast: str,
+    q_out: ArrayT | None,
+    k_out: ArrayT | None,
+) -> tuple[ArrayT, ArrayT]:
+    """Run qk_norm."""
+    if traced(q):
+        from . import _torch_ops
+
+        return _torch_ops.qk_norm(q, k, q_weight, k_weight, eps, weight_offset, cast, q_out, k_out)
+    if _recorded(q, k, q_weight, k_weight):
+        from . import _torch_autograd
+
+        return _torch_autograd.qk_norm(  # type: ignore[no-any-return]
+            q, k, q_weight, k_weight, eps, weight_offset, cast, q_out, k_out
+        )
+    return _run.qk_forward(q, k, q_weight, k_weight, eps, weight_offset, cast, q_out, k_out)
+
+
+def _operator(*arguments: Any, **outputs: Any) -> _run.Outputs[Any]:
+    from . import _torch_ops
+
+    return _torch_ops.forward(*arguments, **outputs)

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls on torch tensors that autograd follows, as nodes of its graph. Needs torch.
+
+A node keeps what backward reads and no more. Backward runs on a thread of autograd's own, which
+has made forward's device and stream current there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from . import _refuse, _run
+from ._call import Norm
+from ._check import Options
+
+
+def normalize(
+    function: str,
+    norm: Norm,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    options: _run.Values,
+    where: Any,
+    valid_rows: Any,
+    out: Any,
+    out_dtype: Any,
+) -> Any:
+    """Run rms_norm or layer_norm."""
+    refuse_unrecorded(
+        {"x": x, "weight": weight, "bias": bias}, options, where, valid_rows, {"out": out}
+    )
+    return _Norm.apply(x, None, weight, bias, function, norm, options, where, valid_rows, out_dtype)
+
+
+def add_normalize(
+    function: str,
+    norm: Norm,
+    x: Any,
+    residual: Any,
+    weight: Any,
+    bias: Any,
+    options: _run.Values,
+    where: Any,
+    valid_rows: Any,
+    out: Any,
+    out_dtype: Any,
+    residual_out: Any,
+) -> Any:
+    """Run add_rms_norm or add_layer_norm."""
+    refuse_unrecorded(
+        {"x": x, "residual": residual, "weight": weight, "bias": bias},
+        options,
+        where,
+        valid_rows,
+        {"out": out, "residual_out": residual_out},
+    )
+    return _Norm.apply(
+        x, residual, weight, bias, function, norm, options, where, valid_rows, out_dtype
+    )
+
+
+def qk_norm(
+    q: Any,
+    k: Any,
+    q_weight: Any,
+    k_weight: Any,
+    eps: object,
+    weight_offset: object,
+    cast: object,
+    q_out: Any,
+    k_out: Any,
+) -> Any:
+    """Run qk_norm."""
+    refuse_unrecorded(
+        {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight},
+        (),
+        None,
+        None,
+        {"q_out": q_out, "k_out": k_out},
+    )
+    return _QKNorm.apply(q, k, q_weight, k_weight, eps, weight_offset, cast)
+
+
+def refuse_unrecorded(
+    inputs: dict[str, Any],
+    options: _run.Values,
+    where: Any,
+    valid_rows: Any,
+    outputs: dict[str, Any],
+) -> None:
+    """Refuse what a node cannot do: write into the caller's arrays, or leave rows untouched."""
+    recorded = next(name for name, value in inputs.items() if _requires_grad(value))
+    for name, value in outputs.items():
+        if value is not None:
+            if _requires_grad(value):
+                _refuse.output_needs_gradient(name)
+            _refuse.output_while_recorded(name, recorded)
+    masked = where is not None or valid_rows is not None
+    if masked and Options(*options).masked == "keep":
+        _refuse.kept_rows_while_recorded(recorded)
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+class _Node(torch.autograd.Function):  # type: ignore[misc]
+    """What the nodes share: the transforms that they do not have."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        _refuse.has_tangent("an input")
+
+
+class _Norm(_Node):
+    """The node of rms_norm, layer_norm and their add_* forms."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Any,
+        residual: Any,
+        weight: Any,
+        bias: Any,
+        function: str,
+        norm: Norm,
+        options: _run.Values,
+        where: Any,
+        valid_rows: Any,
+        out_dtype: Any,
+    ) -> Any:
+        adds = function.startswith("add_")
+        outputs = _run.forward(
+            f"{function}_forward",
+            norm,
+            x,
+            weight,
+            bias,
+            options,
+            where=where,
+            valid_rows=valid_rows,
+            out_dtype=out_dtype,
+            residual=residual,
+            adds=adds,
+            statistics=True,
+        )
+        if not ctx.needs_input_grad[3]:
+            bias = None
+        inputs = weight, bias, where, valid_rows
+        tensors = map(_tensor, inputs)
+        ctx.others = tuple(map(_other, inputs))
+        row = outputs.residual_out if adds else x
+        ctx.save_for_backward(row, outputs.mean, outputs.rstd, *tensors)
+        ctx.set_materialize_grads(False)
+        ctx.call = f"{function}_backward", norm, options
+        ctx.x_dtype = x.dtype if adds and x.dtype != row.dtype else None
+        ctx.y_dtype = outputs.y.dtype
+        return (outputs.y, outputs.residual_out) if adds else outputs.y
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dout: Any, *dresidual_out: Any) -> Any:
+        x, mean, rstd, *tensors = ctx.saved_tensors
+        weight, bias, where, valid_rows = (
+            other if tensor is None else tensor
+            for tensor, other in zip(tensors, ctx.others, strict=True)
+        )
+        (dsum,) = dresidual_out or (None,)
+        if dout is None:
+            if dsum is None:
+                return (None,) * INPUTS
+            dout = torch.zeros_like(x, dtype=ctx.y_dtype)
+        function, norm, options = ctx.call
+        needs = ctx.needs_input_grad
+        gradients = _run.backward(
+            function,
+            norm,
+            dout,
+            x,
+            weight,
+            bias,
+            options,
+            mean=mean,
+            rstd=rstd,
+            where=where,
+            valid_rows=valid_rows,
+            need_dx=needs[0] or needs[1],
+            need_dweight=needs[2],
+            dx_out=None,
+            dweight_out=None,
+            dbias_out=None,
+            dweight_dtype=None,
+            dresidual_out=dsum,
+            x_dtype=ctx.x_dtype,
+            added=bool(dresidual_out),
+        )
+        return (
+            gradients.dx,
+            gradients.dresidual if dresidual_out else None,
+            gradients.dweight,
+            gradients.dbias,
+            *(None,) * (INPUTS - 4),
+        )
+
+
+INPUTS = 10  # of _Norm.forward
+
+
+class _QKNorm(_Node):
+    """The node of qk_norm. It keeps no statistic: backward makes it from the rows that it reads."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Any,
+        k: Any,
+        q_weight: Any,
+        k_weight: Any,
+        eps: object,
+        weight_offset: object,
+        cast: object,
+    ) -> Any:
+        outputs = _run.qk_forward(q, k, q_weight, k_weight, eps, weight_offset, cast, None, None)
+        ctx.q_constant, ctx.k_constant = _other(q_weight), _other(k_weight)
+        ctx.save_for_backward(q, k, _tensor(q_weight), _tensor(k_weight))
+        ctx.set_materialize_grads(False)
+        ctx.options = eps, weight_offset, cast
+        return outputs
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dq_out: Any, dk_out: Any) -> Any:
+        q, k, q_weight, k_weight = ctx.saved_tensors
+        need_dq, need_dk, need_dq_weight, need_dk_weight, *_ = ctx.needs_input_grad
+        q_weight = ctx.q_constant if q_weight is None else q_weight
+        k_weight = ctx.k_constant if k_weight is None else k_weight
+        dq, dq_weight = _half(ctx.options, dq_out, q, q_weight, need_dq, need_dq_weight)
+        dk, dk_weight = _half(ctx.options, dk_out, k, k_weight, need_dk, need_dk_weight)
+        return dq, dk, dq_weight, dk_weight, None, None, None
+
+
+def _half(
+    options: tuple[object, object, object],
+    dout: Any,
+    x: Any,
+    weight: Any,
+    need_dx: bool,
+    need_dweight: bool,
+) -> tuple[Any, Any]:
+    """dx and dweight of q's half of qk_norm, or of k's."""
+    if dout is None or not (need_dx or need_dweight):
+        return None, None
+    eps, weight_offset, cast = options
+    per_head = getattr(weight, "ndim", 0) == 2 and x.ndim > 1
+    gradients = _run.backward(
+        "rms_norm_backward",
+        "rms",
+        dout,
+        x,
+        weight,
+        None,
+        (eps, weight_offset, -1, cast, per_head),
+        rstd=None,
+        where=None,
+        valid_rows=None,
+        need_dx=need_dx,
+        need_dweight=need_dweight,
+        dx_out=None,
+        dweight_out=None,
+        dbias_out=None,
+        dweight_dtype=None,
+    )
+    return gradients.dx, gradients.dweight
+
+
+def _tensor(value: Any) -> Any:
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _other(value: Any) -> Any:
+    return None if isinstance(value, torch.Tensor) else value
