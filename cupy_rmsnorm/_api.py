@@ -22,6 +22,8 @@ def rms_norm(
     axis: Axis = -1,
     cast: CastOption = "once",
     per_head: bool = False,
+    groups: int = 1,
+    partial: int | None = None,
     where: object = None,
     valid_rows: object = None,
     masked: MaskedOption = "keep",
@@ -41,6 +43,7 @@ def rms_norm(
     eps : float, default 1e-6
         Added to the mean square, in float32 (float64 for float64); at least 0.
     {options}
+    {partial}
     {masked}
     {out}
 
@@ -65,7 +68,7 @@ def rms_norm(
         x,
         weight,
         bias,
-        (eps, weight_offset, axis, cast, per_head, masked),
+        (eps, weight_offset, axis, cast, per_head, masked, groups, partial),
         where,
         valid_rows,
         out,
@@ -84,6 +87,7 @@ def layer_norm(
     axis: Axis = -1,
     cast: CastOption = "once",
     per_head: bool = False,
+    groups: int = 1,
     where: object = None,
     valid_rows: object = None,
     masked: MaskedOption = "keep",
@@ -127,7 +131,7 @@ def layer_norm(
         x,
         weight,
         bias,
-        (eps, weight_offset, axis, cast, per_head, masked),
+        (eps, weight_offset, axis, cast, per_head, masked, groups, None),
         where,
         valid_rows,
         out,
@@ -147,6 +151,8 @@ def add_rms_norm(
     axis: Axis = -1,
     cast: CastOption = "once",
     per_head: bool = False,
+    groups: int = 1,
+    partial: int | None = None,
     where: object = None,
     valid_rows: object = None,
     masked: MaskedOption = "keep",
@@ -168,6 +174,7 @@ def add_rms_norm(
     eps : float, default 1e-6
         Added to the mean square, in float32 (float64 for float64); at least 0.
     {options}
+    {partial}
     {masked}
     {out}
     {residual_out}
@@ -199,7 +206,7 @@ def add_rms_norm(
         residual,
         weight,
         bias,
-        (eps, weight_offset, axis, cast, per_head, masked),
+        (eps, weight_offset, axis, cast, per_head, masked, groups, partial),
         where,
         valid_rows,
         out,
@@ -220,6 +227,7 @@ def add_layer_norm(
     axis: Axis = -1,
     cast: CastOption = "once",
     per_head: bool = False,
+    groups: int = 1,
     where: object = None,
     valid_rows: object = None,
     masked: MaskedOption = "keep",
@@ -272,7 +280,7 @@ def add_layer_norm(
         residual,
         weight,
         bias,
-        (eps, weight_offset, axis, cast, per_head, masked),
+        (eps, weight_offset, axis, cast, per_head, masked, groups, None),
         where,
         valid_rows,
         out,

@@ -24,6 +24,8 @@ def rms_norm_backward(
     axis: Axis = -1,
     cast: CastOption = "once",
     per_head: bool = False,
+    groups: int = 1,
+    partial: int | None = None,
     where: object = None,
     valid_rows: object = None,
     masked: MaskedOption = "keep",
@@ -51,6 +53,7 @@ def rms_norm_backward(
         As given to forward.
     {bias_backward}
     {options}
+    {partial}
     {masked_backward}
     {gradient_options}
 
@@ -83,7 +86,7 @@ def rms_norm_backward(
         x,
         weight,
         bias,
-        (eps, weight_offset, axis, cast, per_head, masked),
+        (eps, weight_offset, axis, cast, per_head, masked, groups, partial),
         rstd=rstd,
         where=where,
         valid_rows=valid_rows,
@@ -111,6 +114,7 @@ def layer_norm_backward(
     axis: Axis = -1,
     cast: CastOption = "once",
     per_head: bool = False,
+    groups: int = 1,
     where: object = None,
     valid_rows: object = None,
     masked: MaskedOption = "keep",
@@ -171,7 +175,7 @@ def layer_norm_backward(
         x,
         weight,
         bias,
-        (eps, weight_offset, axis, cast, per_head, masked),
+        (eps, weight_offset, axis, cast, per_head, masked, groups, None),
         mean=mean,
         rstd=rstd,
         where=where,
@@ -200,6 +204,8 @@ def add_rms_norm_backward(
     axis: Axis = -1,
     cast: CastOption = "once",
     per_head: bool = False,
+    groups: int = 1,
+    partial: int | None = None,
     where: object = None,
     valid_rows: object = None,
     masked: MaskedOption = "keep",
@@ -228,6 +234,7 @@ def add_rms_norm_backward(
         As given to forward.
     {bias_backward}
     {options}
+    {partial}
     {masked_backward}
     {gradient_options}
     {x_dtype}
@@ -261,7 +268,7 @@ def add_rms_norm_backward(
         residual_out,
         weight,
         bias,
-        (eps, weight_offset, axis, cast, per_head, masked),
+        (eps, weight_offset, axis, cast, per_head, masked, groups, partial),
         rstd=rstd,
         where=where,
         valid_rows=valid_rows,
@@ -293,6 +300,7 @@ def add_layer_norm_backward(
     axis: Axis = -1,
     cast: CastOption = "once",
     per_head: bool = False,
+    groups: int = 1,
     where: object = None,
     valid_rows: object = None,
     masked: MaskedOption = "keep",
@@ -355,7 +363,7 @@ def add_layer_norm_backward(
         residual_out,
         weight,
         bias,
-        (eps, weight_offset, axis, cast, per_head, masked),
+        (eps, weight_offset, axis, cast, per_head, masked, groups, None),
         mean=mean,
         rstd=rstd,
         where=where,

@@ -22,6 +22,8 @@ def rms_norm_forward(
     axis: Axis = -1,
     cast: CastOption = "once",
     per_head: bool = False,
+    groups: int = 1,
+    partial: int | None = None,
     where: object = None,
     valid_rows: object = None,
     masked: MaskedOption = "keep",
@@ -40,6 +42,7 @@ def rms_norm_forward(
     eps : float, default 1e-6
         Added to the mean square, in float32 (float64 for float64); at least 0.
     {options}
+    {partial}
     {masked}
     {out}
     {rstd_out}
@@ -67,7 +70,7 @@ def rms_norm_forward(
         x,
         weight,
         bias,
-        (eps, weight_offset, axis, cast, per_head, masked),
+        (eps, weight_offset, axis, cast, per_head, masked, groups, partial),
         where=where,
         valid_rows=valid_rows,
         out=out,
@@ -89,6 +92,7 @@ def layer_norm_forward(
     axis: Axis = -1,
     cast: CastOption = "once",
     per_head: bool = False,
+    groups: int = 1,
     where: object = None,
     valid_rows: object = None,
     masked: MaskedOption = "keep",
@@ -137,7 +141,7 @@ def layer_norm_forward(
         x,
         weight,
         bias,
-        (eps, weight_offset, axis, cast, per_head, masked),
+        (eps, weight_offset, axis, cast, per_head, masked, groups, None),
         where=where,
         valid_rows=valid_rows,
         out=out,
@@ -161,6 +165,8 @@ def add_rms_norm_forward(
     axis: Axis = -1,
     cast: CastOption = "once",
     per_head: bool = False,
+    groups: int = 1,
+    partial: int | None = None,
     where: object = None,
     valid_rows: object = None,
     masked: MaskedOption = "keep",
@@ -181,6 +187,7 @@ def add_rms_norm_forward(
     eps : float, default 1e-6
         Added to the mean square, in float32 (float64 for float64); at least 0.
     {options}
+    {partial}
     {masked}
     {out}
     {residual_out}
@@ -211,7 +218,7 @@ def add_rms_norm_forward(
         x,
         weight,
         bias,
-        (eps, weight_offset, axis, cast, per_head, masked),
+        (eps, weight_offset, axis, cast, per_head, masked, groups, partial),
         where=where,
         valid_rows=valid_rows,
         out=out,
@@ -237,6 +244,7 @@ def add_layer_norm_forward(
     axis: Axis = -1,
     cast: CastOption = "once",
     per_head: bool = False,
+    groups: int = 1,
     where: object = None,
     valid_rows: object = None,
     masked: MaskedOption = "keep",
@@ -291,7 +299,7 @@ def add_layer_norm_forward(
         x,
         weight,
         bias,
-        (eps, weight_offset, axis, cast, per_head, masked),
+        (eps, weight_offset, axis, cast, per_head, masked, groups, None),
         where=where,
         valid_rows=valid_rows,
         out=out,

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 Norm = Literal["rms", "layer"]
 Cast = Literal["once", "before_weight"]
@@ -66,9 +67,16 @@ class Space(Protocol):
         """Write ``target[...] = source`` (equal shape and dtype) on this space's stream."""
 
 
+RowsT = TypeVar("RowsT", bound="Rows")
+ONE_A_ROW = ("where", "valid_rows", "mean", "rstd")  # the other arrays end with the hidden axis
+
+
 @dataclass(slots=True)
 class Rows:
-    """What every operation shares: the rows, the options, the mask."""
+    """What every operation shares: the rows, the options, the mask.
+
+    A checked call has the caller's shapes; backends get it as `by_heads` makes it.
+    """
 
     function: str  # the public function's name, for messages
     norm: Norm
@@ -83,6 +91,12 @@ class Rows:
     where: Array | None
     valid_rows: Array | None
     masked: Masked
+    # The hidden axis in so many parts, each normalised apart: `by_heads` makes it 1.
+    groups: int = dataclasses.field(default=1, kw_only=True)
+    # How many of a row's first columns the statistic comes from; None: all.
+    partial: int | None = dataclasses.field(default=None, kw_only=True)
+    # How many neighbouring rows share an element of the masks.
+    mask_rows: int = dataclasses.field(default=1, kw_only=True)
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -96,6 +110,37 @@ class Rows:
     @property
     def hidden_size(self) -> int:
         return math.prod(self.x.shape[len(self.x.shape) - self.normalized_ndim :])
+
+    def by_heads(self: RowsT) -> RowsT:
+        """The same call with its groups as heads: views in which each group is a row."""
+        if self.groups == 1:
+            return self
+        values = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ONE_A_ROW
+        }
+        views = {
+            name: _split(value, self.groups)
+            for name, value in values.items()
+            if isinstance(value, Array)
+        }
+        changes = {"groups": 1, "mask_rows": self.groups, "per_head": True}
+        return dataclasses.replace(self, **changes, **views)  # type: ignore[arg-type]
+
+
+def _split(array: Array, groups: int) -> Array:
+    """A view with the last axis as two: groups, and the elements of one."""
+    *leading, size = array.shape
+    part, stride = size // groups, array.strides[-1]
+    shape = (*leading, groups, part)
+    return dataclasses.replace(
+        array,
+        native=None if array.native is None else array.native.reshape(shape),
+        shape=shape,
+        strides=(*array.strides[:-1], part * stride, stride),
+        numpy=None if array.numpy is None else array.numpy.reshape(shape),
+    )
 
 
 @dataclass(slots=True)
@@ -126,10 +171,10 @@ class Backward(Rows):
 
 @dataclass(frozen=True, slots=True)
 class WarmupCall:
-    """A call that `warmup` prepares: what chooses its kernels. Dtypes by name."""
+    """A call that `warmup` prepares, as `by_heads` makes it: what chooses its kernels."""
 
     op: str  # a public function's name
-    hidden_size: int
+    hidden_size: int  # of a group
     dtype: str  # of x; backward of add_*: of residual_out
     weight_dtype: str | None  # None: no weight, or a constant
     bias_dtype: str | None  # None: no bias
@@ -140,3 +185,5 @@ class WarmupCall:
     cast: Cast
     per_head: bool
     masked: Masked | None  # None: no mask
+    groups: int = 1  # if there are several: the heads
+    partial: int | None = None

@@ -19,7 +19,18 @@ import numpy as np
 from . import _overlap
 from ._call import Array, Backward, Cast, Forward, Masked, Norm, Space
 from ._dtypes import ROW_DTYPES
-from ._refuse import choice, dtype_among, either, epsilon, flag, no_axes, offset
+from ._refuse import (
+    choice,
+    divides,
+    dtype_among,
+    either,
+    epsilon,
+    flag,
+    grouped,
+    no_axes,
+    offset,
+    partial,
+)
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 FLOAT32_TINY = float(np.finfo(np.float32).tiny)  # below it a GPU reads zero
@@ -37,6 +48,8 @@ class Options:
     cast: object = "once"
     per_head: object = False
     masked: object = "keep"
+    groups: object = 1
+    partial: object = None
 
 
 # Rules on one array -------------------------------------------------------------------------
@@ -156,12 +169,15 @@ class _Common:
 
     normalized_ndim: int
     row_shape: tuple[int, ...]
+    statistic_shape: tuple[int, ...]
     parameter_shape: tuple[int, ...]
     eps: float
     weight_offset: float
     cast: Cast
     per_head: bool
     masked: Masked
+    groups: int
+    partial: int | None
     has_mask: bool
 
 
@@ -186,19 +202,25 @@ def _common(
             f"per_head needs a head axis before the normalised axes of {x.name}, "
             f"got shape {x.shape}"
         )
+    groups = grouped(options.groups, axes=trailing, per_head=per_head)
+    divides(groups, x.shape[-1], f"{x.name}'s hidden size")
+    row_shape, row_size = x.shape[:leading], math.prod(x.shape[leading:]) // groups
     parameter_shape = x.shape[leading - per_head :]
     weight_offset = offset(
         options.weight_offset, weighted=weight is not None, weight_name=weight_name
     )
     common = _Common(
         normalized_ndim=trailing,
-        row_shape=x.shape[:leading],
+        row_shape=row_shape,
+        statistic_shape=row_shape if groups == 1 else (*row_shape, groups),
         parameter_shape=parameter_shape,
         eps=epsilon(options.eps),
         weight_offset=weight_offset,
         cast=cast(Cast, choice("cast", options.cast, CASTS)),
         per_head=per_head,
         masked=cast(Masked, choice("masked", options.masked, MASKED)),
+        groups=groups,
+        partial=partial(options.partial, row_size),
         has_mask=where is not None or valid_rows is not None,
     )
     constants = {"eps": common.eps, "weight_offset": weight_offset, weight_name: weight}
@@ -313,7 +335,7 @@ def check_forward(
         _shape(residual_out, x.shape)
     for statistic in (mean_out, rstd_out):
         if statistic is not None:
-            _statistic(statistic, x, common.row_shape)
+            _statistic(statistic, x, common.statistic_shape)
     outputs = [array for _, array in wanted if array is not None]
     if outputs:
         for array in outputs:
@@ -327,7 +349,7 @@ def check_forward(
     statistic_dtype = _statistic_dtype(x)
 
     def new_statistic(name: str) -> Array:
-        return space.empty(name, common.row_shape, statistic_dtype)
+        return space.empty(name, common.statistic_shape, statistic_dtype)
 
     if residual is not None and residual_out is None:
         residual_out = space.empty("residual_out", x.shape, residual.dtype)
@@ -349,6 +371,8 @@ def check_forward(
         where=where,
         valid_rows=valid_rows,
         masked=common.masked,
+        groups=common.groups,
+        partial=common.partial,
         residual=residual,
         bias=bias,
         y=space.empty("y", x.shape, y_dtype) if out is None else out,
@@ -393,7 +417,7 @@ def check_backward(
         _row_array(dresidual_out, x, x.shape)
     for statistic in (mean, rstd):
         if statistic is not None:
-            _statistic(statistic, x, common.row_shape)
+            _statistic(statistic, x, common.statistic_shape)
 
     wants_dx = flag("need_dx", need_dx)
     wants_dweight = flag("need_dweight", need_dweight) and isinstance(weight, Array)
@@ -448,6 +472,8 @@ def check_backward(
         valid_rows=valid_rows,
         # The gradient of a row that was not computed is zero, whatever its output held.
         masked="zero",
+        groups=common.groups,
+        partial=common.partial,
         dout=dout,
         dresidual_out=dresidual_out,
         mean=mean,

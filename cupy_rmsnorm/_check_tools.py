@@ -4,14 +4,25 @@
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import cast
 
 from ._call import Array, Cast, Masked, WarmupCall
 from ._check import CASTS, MASKED, Options, axes_of, not_trailing, row_dtypes
 from ._dtypes import ROW_DTYPES
-from ._refuse import choice, dtype_among, epsilon, flag, no_axes, offset, shown
+from ._refuse import (
+    choice,
+    count,
+    divides,
+    dtype_among,
+    epsilon,
+    flag,
+    grouped,
+    no_axes,
+    offset,
+    partial,
+    shown,
+)
 
 OPERATIONS = (
     *(
@@ -32,10 +43,11 @@ def check_bound(
 ) -> None:
     """What can be said of a weight, a bias and options before x comes."""
     epsilon(options.eps)
-    _axes(options.axis)
+    axes = _axes(options.axis)
     if out_dtype is not None:
         dtype_among("out_dtype", out_dtype, ROW_DTYPES)
-    flag("per_head", options.per_head)
+    grouped(options.groups, axes=axes, per_head=flag("per_head", options.per_head))
+    partial(options.partial)
     choice("cast", options.cast, CASTS)
     offset(options.weight_offset, weighted=weight is not None)
     for parameter in (weight, bias):
@@ -46,13 +58,14 @@ def check_bound(
             no_axes(parameter.name, "the normalised shape")
 
 
-def _axes(axis: object) -> None:
-    """Refuse axes that are trailing ones of no x."""
+def _axes(axis: object) -> int:
+    """How many axes; refuses those that are trailing ones of no x."""
     given = sorted(axes_of(axis))
     length = len(given)
     counted_from_end = all(one < 0 for one in given) and given != list(range(-length, 0))
     if not given or len(set(given)) < length or counted_from_end:
         not_trailing(axis)
+    return length
 
 
 def check_only_calls(*others: object) -> None:
@@ -87,18 +100,13 @@ def check_warmup(
     rounding: object,
     per_head: object,
     masked: object,
+    groups: object = 1,
+    columns: object = None,
     **dtypes: str | None,
 ) -> WarmupCall:
     """The checked record of a call to prepare; dtypes that are not given follow x's."""
     op = choice("op", op, OPERATIONS)
-    try:
-        if isinstance(hidden_size, bool):
-            raise TypeError
-        size = operator.index(cast(Any, hidden_size))
-    except TypeError:
-        raise TypeError(f"hidden_size must be an int, got {shown(hidden_size)}") from None
-    if size < 1:
-        raise ValueError(f"hidden_size must be at least 1, got {size}")
+    size = count("hidden_size", hidden_size)
     dtype = dtypes.pop("dtype")
     if dtype is None:
         raise TypeError("dtype must be a dtype, got None")
@@ -106,6 +114,9 @@ def check_warmup(
         allowed = ROW_DTYPES if name == "dtype" else row_dtypes(dtype)
         if other is not None:
             dtype_among(name, other, allowed)
+    by_head = flag("per_head", per_head)
+    parts = grouped(groups, axes=1, per_head=by_head)
+    divides(parts, size, "hidden_size")
     is_backward = op.endswith("_backward")
     adds = op.startswith("add_") and not is_backward
     for name, value, has in (
@@ -118,16 +129,19 @@ def check_warmup(
             is_backward and dtypes["weight_dtype"] is not None,
         ),
         ("masked", masked, op != "qk_norm"),
+        ("partial", columns, "rms_norm" in op),
     ):
         if value is not None and not has:
-            what = "mask" if name == "masked" else "such array"
+            what = {"masked": "mask", "partial": "such option"}.get(name, "such array")
             raise ValueError(f"{name} must be None, since the call has no {what}")
+    if parts > 1 and op == "qk_norm":
+        raise ValueError(f"groups must be 1, since the call has no such option, got {parts}")
     out_dtype = dtypes["out_dtype"] or dtype
     if is_backward and not op.startswith("add_") and out_dtype != dtype:
         raise ValueError(f"out_dtype must be {dtype}, since dx has x's dtype, got {out_dtype}")
     return WarmupCall(
         op=op,
-        hidden_size=size,
+        hidden_size=size // parts,
         dtype=dtype,
         weight_dtype=dtypes["weight_dtype"],
         bias_dtype=dtypes["bias_dtype"],
@@ -136,6 +150,8 @@ def check_warmup(
         dout_dtype=(dtypes["dout_dtype"] or dtype) if is_backward else None,
         dweight_dtype=(dtypes["dweight_dtype"] or dtypes["weight_dtype"]) if is_backward else None,
         cast=cast(Cast, choice("cast", rounding, CASTS)),
-        per_head=flag("per_head", per_head),
+        per_head=by_head or parts > 1,
         masked=None if masked is None else cast(Masked, choice("masked", masked, MASKED)),
+        groups=parts,
+        partial=partial(columns, size // parts),
     )

@@ -255,10 +255,13 @@ class _Job:
         self.tile_size = TILE_BYTES // self.dtype.itemsize
         self._operands: list[Operand] = []
         self._weight = self.constant(call.weight)
-        self._where = None if call.where is None else self.column_of(call.where)
-        valid_rows = call.valid_rows
-        self._valid_rows = call.rows if valid_rows is None else int(valid_rows.numpy.reshape(()))
+        self._where = None if call.where is None else self._mask(call.where)
+        self._valid_rows = call.rows
+        if call.valid_rows is not None:
+            self._valid_rows = int(call.valid_rows.numpy.reshape(())) * call.mask_rows
         self._masked = call.where is not None or self._valid_rows < call.rows
+        # The columns that RMSNorm's statistic comes from.
+        self.partial = call.partial or self.hidden_size
 
     def _operand(self, array: Array, data: NDArray, row_ndim: int) -> Operand:
         operand = Operand(array.dtype, data, row_ndim, self.call.per_head, self.accumulation)
@@ -272,6 +275,13 @@ class _Job:
     def column_of(self, array: Array) -> Operand:
         """An array with one value a row."""
         return self._operand(array, array.numpy[..., None], len(self.call.row_shape))
+
+    def _mask(self, where: Array) -> Operand:
+        """`where`, with the same element for all rows that share one."""
+        data = where.numpy
+        if self.call.mask_rows > 1:
+            data = np.broadcast_to(data[..., None], self.call.row_shape)
+        return self._operand(where, data[..., None], len(self.call.row_shape))
 
     def constant(self, value: Array | float | None) -> Any:
         """A weight or a bias: one step of it, or a scalar."""
@@ -338,11 +348,16 @@ class _Job:
             computed &= self._where.read(tile.row_values(), np.empty(computed.shape, np.bool_))
         return None if computed.all() else computed
 
-    def average(self, sums: list[NDArray]) -> NDArray:
-        """Means over the rows from their group sums."""
+    def average(self, sums: list[NDArray], count: int | None = None) -> NDArray:
+        """Means over the rows, or over `count` of their columns, from their group sums."""
         total = _total(sums)
-        means: NDArray = np.divide(total, total.dtype.type(self.hidden_size))
+        means: NDArray = np.divide(total, total.dtype.type(count or self.hidden_size))
         return means.astype(self.dtype, copy=False)
+
+    def squares(self, x: NDArray, column: int = 0) -> list[NDArray]:
+        """Group sums of squares of the columns from `column` on that the statistic comes from."""
+        counted = x[..., : max(0, self.partial - column)]
+        return [_group_sums(counted, counted)] if counted.shape[-1] else []
 
     def wide_sums(self, x: NDArray, scratch: Scratch) -> NDArray:
         """Group sums for LayerNorm's mean, in a wider dtype; overwrites the buffer "code".
@@ -361,7 +376,7 @@ class _Job:
         return np.concatenate(sums)
 
     def rstd(self, squares: list[NDArray]) -> NDArray:
-        shifted = self.average(squares) + self.dtype.type(self.call.eps)
+        shifted = self.average(squares, self.partial) + self.dtype.type(self.call.eps)
         rstd: NDArray = np.reciprocal(np.sqrt(shifted))
         return rstd
 
@@ -449,7 +464,7 @@ class _Forward(_Job):
         if self.layer:
             mean = self.average([self.wide_sums(x, scratch)])
             x = np.subtract(x, mean, out=self.target(tile, computed, scratch))
-        rstd = self.rstd([_group_sums(x, x)])
+        rstd = self.rstd(self.squares(x))
         self.finish(tile, x, rstd, weight, bias, computed, scratch)
         self.write_statistics(tile, mean, rstd, computed, scratch)
 
@@ -467,7 +482,7 @@ class _Forward(_Job):
         squares = []
         for part in parts:
             x = self.centered(part, mean, self.load(part, scratch), scratch)
-            squares.append(_group_sums(x, x))
+            squares += self.squares(x, part.column)
         rstd = self.rstd(squares)
         for part in parts:
             x = self.load(part, scratch)
@@ -606,14 +621,14 @@ class _Backward(_Job):
         x = self.centered(x, mean, scratch)
         rstd = self.given(self.rstd_in, tile)
         if rstd is None:
-            rstd = self.rstd([_group_sums(x, x)])
+            rstd = self.rstd(self.squares(x))
         xhat = np.multiply(x, rstd, out=scratch("spare", tile.shape))
         dout = self.dout.read(tile, scratch("dout", tile.shape))
         sums.add(dout, xhat, computed, scratch)
         if not self.outputs:
             return
         scaled = self.scaled(dout, weight, scratch)
-        projection = self.average([_group_sums(scaled, xhat)])
+        projection = self.average([_group_sums(scaled, xhat)], self.partial)
         shift = self.average([_group_sums(scaled)]) if self.layer else None
         self.finish(tile, scaled, xhat, _Coefficients(rstd, projection, shift), computed, scratch)
 
@@ -633,7 +648,7 @@ class _Backward(_Job):
                 squares = []
                 for part in parts:
                     x = self.centered(self.load(part, scratch), mean, scratch)
-                    squares.append(_group_sums(x, x))
+                    squares += self.squares(x, part.column)
                 rstd = self.rstd(squares)
             products, sums = [], []
             for part in parts:
@@ -647,7 +662,8 @@ class _Backward(_Job):
             if mean is not None:
                 means[steps] = mean
             rstds[steps] = rstd
-            projections[steps], shifts[steps] = self.average(products), self.average(sums)
+            projections[steps] = self.average(products, self.partial)
+            shifts[steps] = self.average(sums)
 
         def strip(strip: Tile, scratch: Scratch) -> None:
             sums, weight = _Sums(self, strip), self.weight(strip)
@@ -705,6 +721,7 @@ class _Backward(_Job):
         if len(self.outputs) == 1:
             target = self.place(self.outputs[0], tile, computed, dx)
         np.multiply(xhat, row.projection, out=xhat)
+        xhat[..., max(0, self.partial - tile.column) :] = 0  # the statistic does not see them
         np.subtract(scaled, xhat, out=dx)
         if row.shift is not None:
             np.subtract(dx, row.shift, out=dx)

@@ -32,6 +32,7 @@ class ForwardKind:
     cast: Cast = "once"
     masked: str | None = None  # None: every row is computed
     per_head: bool = False
+    partial: bool = False
 
     @classmethod
     def of(cls, call: Forward) -> ForwardKind:
@@ -48,6 +49,7 @@ class ForwardKind:
             cast=call.cast,
             masked=call.masked if mask_given else None,
             per_head=call.per_head,
+            partial=call.partial is not None,
         )
 
     @property
@@ -125,7 +127,7 @@ def _forward_arguments(call: Forward, operands: Operands) -> dict[str, float]:
     arguments: dict[str, float] = {
         "rows": call.rows,
         "hidden_size": call.hidden_size,
-        "inner_rows": operands.layout.inner_rows,
+        "partial": call.partial or call.hidden_size,
         "weight_stride": call.hidden_size if call.per_head else 0,
         "bias_stride": call.hidden_size if call.per_head else 0,
         "eps": call.eps,
@@ -133,6 +135,8 @@ def _forward_arguments(call: Forward, operands: Operands) -> dict[str, float]:
         "weight_constant": 0.0 if isinstance(call.weight, Array) else call.weight,
         "bias_constant": call.bias if isinstance(call.bias, float) else 0.0,
     }
+    arguments |= _kernel.row_count("inner_rows", operands.layout.inner_rows)
+    arguments |= _kernel.row_count("mask_rows", call.mask_rows)
     return arguments | operands.places(_kernel.FORWARD_PARAMETERS, _ROW_ARRAYS)
 
 
@@ -191,5 +195,5 @@ def specialise_forward(
         flags = (aligned, split_rows, before_weight)
     return Specialisation(
         plan.kernel,
-        (*types, *map(str, geometry), *map(flag, flags), _MASKS[kind.masked]),
+        (*types, *map(str, geometry), *map(flag, (*flags, kind.partial)), _MASKS[kind.masked]),
     )

@@ -46,6 +46,7 @@ class BackwardKind:
     valid_rows: str = "int64"
     cast: Cast = "once"
     masked: bool = False
+    partial: bool = False
 
     @classmethod
     def of(cls, call: Backward) -> BackwardKind:
@@ -66,6 +67,7 @@ class BackwardKind:
             valid_rows="int64" if call.valid_rows is None else call.valid_rows.dtype,
             cast=call.cast,
             masked=call.where is not None or call.valid_rows is not None,
+            partial=call.partial is not None,
         )
 
     @property
@@ -92,11 +94,12 @@ class BackwardKind:
 def backward_plan(kind: BackwardKind, hidden_size: int, device: int) -> Plan:
     """The plan of such rows: a loaded one, or the library's own."""
     staged = (kind.x, kind.dout, kind.dresidual_out)
-    return _plan_file.backward_plan(device, kind.norm, hidden_size, *staged) or (
-        choose_backward_plan(
-            hidden_size, kind.x, kind.staged_itemsize, _kernel.device_properties(device).arch
-        )
-    )
+    if not kind.partial and (
+        loaded := _plan_file.backward_plan(device, kind.norm, hidden_size, *staged)
+    ):
+        return loaded
+    arch = _kernel.device_properties(device).arch
+    return choose_backward_plan(hidden_size, kind.x, kind.staged_itemsize, arch, kind.partial)
 
 
 def backward(call: Backward, plan: Plan | None = None) -> None:
@@ -248,6 +251,7 @@ class Run:
         arguments: dict[str, float] = {
             "rows": call.rows,
             "hidden_size": call.hidden_size,
+            "partial": call.partial or call.hidden_size,
             "inner_rows": operands.layout.inner_rows,
             "heads": self.heads,
             "parts": 0,
@@ -256,6 +260,7 @@ class Run:
             "weight_offset": call.weight_offset,
             "weight_constant": 0.0 if isinstance(call.weight, Array) else call.weight,
         }
+        arguments |= _kernel.row_count("mask_rows", call.mask_rows)
         return arguments | operands.places(_kernel.BACKWARD_PARAMETERS, _ROW_ARRAYS)
 
 
@@ -289,7 +294,7 @@ def specialise_backward(
     elif launch.kernel == "norm_backward_streamed":
         types = (dx, dout, x, dresidual_out, weight, valid_rows)
         geometry = (plan.vec_size, plan.threads_per_row, plan.cluster_size)
-        flags = (aligned, split_rows, *given)
+        flags = (aligned, split_rows, *given, kind.partial)
     else:
         types = (dx, dweight, dbias, dout, x, dresidual_out, weight, valid_rows)
         geometry = (

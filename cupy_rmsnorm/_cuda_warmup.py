@@ -71,6 +71,7 @@ def _forward(call: WarmupCall, valid_rows: str, device: int) -> Iterator[Built]:
         cast=call.cast,
         masked=call.masked,
         per_head=call.per_head,
+        partial=call.partial is not None,
     )
     plan = forward_plan(kind, call.hidden_size, device)
     for rows in ROWS:
@@ -122,7 +123,7 @@ class _Recorder(Run):
 
 
 def _backward(call: WarmupCall, valid_rows: str, device: int) -> Iterator[Built]:
-    heads = HEADS if call.per_head else (0,)
+    heads = (call.groups,) if call.groups > 1 else HEADS if call.per_head else (0,)
     for rows, head_count, statistics in itertools.product(ROWS, heads, (True, False)):
         row_shape = (rows, head_count) if call.per_head else (rows,)
         recorder = _Recorder(_backward_call(call, row_shape, valid_rows, statistics, device))
@@ -161,6 +162,8 @@ def _backward_call(
         where=room("where", row_shape, None if call.masked is None else "bool"),
         valid_rows=room("valid_rows", (), None if call.masked is None else valid_rows),
         masked="zero",
+        partial=call.partial,
+        mask_rows=call.groups,
         dout=space.empty("dout", shape, call.dout_dtype or call.dtype),
         dresidual_out=room("dresidual_out", shape, call.dtype if adds else None),
         mean=room("mean", row_shape, given if layer else None),

@@ -60,14 +60,24 @@ PARAGRAPHS = {
                 the normalised value to x's dtype first (Llama in Hugging Face).
             per_head : bool, default False
                 `weight` and `bias` have a leading axis for heads: their shape is ``x.shape[-2:]``.
+            groups : int, default 1
+                The last axis in so many equal parts, each normalised apart, as grouped norms and
+                Mamba-style norms need; `weight` and `bias` keep their full length. Statistics then
+                have an axis of groups at their end. Not with `per_head` or several axes.
             where : array, optional
-                Boolean, one element a row (``x.shape[:-1]`` for ``axis=-1``); True is computed.
+                Boolean, one element a row (``x.shape[:-1]`` for ``axis=-1``), which stands for all
+                groups of the row; True is computed.
             valid_rows : array, optional
                 int32 or int64, shape () or (1,), on x's device: how many leading rows are computed,
                 clamped to [0, rows]. With `where`, a row is computed if both say so.
         """,
+        "partial": """
+            partial : int, optional
+                The statistic comes from so many first columns of a row (of each group, if there are
+                groups), all of which are scaled by it; by default from every column.
+        """,
         "bound_options": """
-            weight_offset, axis, cast, per_head, out_dtype
+            weight_offset, axis, cast, per_head, groups, out_dtype
                 As in the function that this binds.
         """,
         "masked": """
@@ -117,7 +127,8 @@ PARAGRAPHS = {
         """,
         "rstd_rms": """
             rstd : array
-                float32 (float64 for float64), one element a row: ``1 / sqrt(mean(x ** 2) + eps)``.
+                float32 (float64 for float64), one element a row: ``1 / sqrt(mean(x ** 2) + eps)``
+                (over the first `partial` columns).
         """,
         "rstd_layer": """
             rstd : array

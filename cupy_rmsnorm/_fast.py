@@ -211,7 +211,7 @@ def kept(function: str, options: tuple[object, ...], out_dtype: object) -> Kept 
 
     None where one of them has not the type that its signature names.
     """
-    eps, weight_offset, axis, cast, per_head, masked = options
+    eps, weight_offset, axis, cast, per_head, masked, groups, partial = options
     if not (
         type(eps) is float
         and type(weight_offset) is float
@@ -219,6 +219,8 @@ def kept(function: str, options: tuple[object, ...], out_dtype: object) -> Kept 
         and type(cast) is str
         and type(per_head) is bool
         and type(masked) is str
+        and type(groups) is int
+        and (partial is None or type(partial) is int)
     ):
         return None
     key = function, options, out_dtype

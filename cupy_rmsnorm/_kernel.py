@@ -33,7 +33,11 @@ FORWARD_PARAMETERS = (
     ("valid_rows", "pointer"),
     ("rows", "int64"),
     ("hidden_size", "int64"),
-    ("inner_rows", "int64"),
+    ("partial", "int64"),
+    ("inner_rows.count", "int64"),
+    ("inner_rows.reciprocal", "int64"),
+    ("mask_rows.count", "int64"),
+    ("mask_rows.reciprocal", "int64"),
     ("y_strides.outer", "int64"),
     ("y_strides.inner", "int64"),
     ("residual_out_strides.outer", "int64"),
@@ -71,7 +75,10 @@ BACKWARD_PARAMETERS = (
     ("valid_rows", "pointer"),
     ("rows", "int64"),
     ("hidden_size", "int64"),
+    ("partial", "int64"),
     ("inner_rows", "int64"),
+    ("mask_rows.count", "int64"),
+    ("mask_rows.reciprocal", "int64"),
     ("heads", "int64"),
     ("parts", "int64"),
     ("dx_strides.outer", "int64"),
@@ -188,6 +195,11 @@ def pack(kernel: str, accumulation: str, arguments: Mapping[str, float]) -> byte
     """The kernel's arguments as the driver wants them: one buffer in the C ABI's layout."""
     values = [arguments[name] for name, _ in PARAMETERS[kernel]]
     return _packer(kernel, accumulation).pack(*values)
+
+
+def row_count(name: str, count: int) -> dict[str, float]:
+    """The members of a RowCount parameter."""
+    return {f"{name}.count": count, f"{name}.reciprocal": -(-(2**62) // count)}
 
 
 @functools.cache

@@ -49,6 +49,7 @@ FEW_ROWS_PER_SM = 2
 FEW_COLUMN_PACKS = 8  # packs of columns a block: 128 bytes of 16-bit rows
 FEW_ROOM = 8 * 1024  # bytes of shared memory for these blocks' sums
 STREAMED_THREADS = 512
+PARTIAL_BLOCK_PACKS = 8192  # of a partial row that one block takes
 COLUMN_THREADS = 128
 SUM_COLUMNS = 32  # elements that one block of the sum takes at once
 # (parts up to, threads that share one element): the first line that fits decides.
@@ -79,12 +80,16 @@ def _asked(shared_bytes: int) -> int:
     return max(shared_bytes, ASKED) if shared_bytes >= ASK_FROM else shared_bytes
 
 
-def choose_backward_plan(hidden_size: int, x_dtype: str, staged_itemsize: int, arch: int) -> Plan:
+def choose_backward_plan(
+    hidden_size: int, x_dtype: str, staged_itemsize: int, arch: int, partial: bool = False
+) -> Plan:
     """The plan of a backward row; `staged_itemsize` counts x, dout and dresidual_out."""
     itemsize = TABLE[x_dtype].itemsize
     words = max(1, itemsize // 4)  # of one element in the accumulation type
     vec_size = vector_size(hidden_size, itemsize)
     packs = hidden_size // vec_size
+    if partial:
+        return _partial_plan(packs, vec_size, arch)
     held = max(1, HELD_WORDS // (words * vec_size))
     threads = -(-packs // held)
     if threads <= WARP:
@@ -107,6 +112,14 @@ def choose_backward_plan(hidden_size: int, x_dtype: str, staged_itemsize: int, a
             return Plan("norm_backward", vec_size, vecs, threads, cluster_size)
     cluster_size = CLUSTER_SIZES[-1] if arch >= 90 else 1
     return Plan("norm_backward_streamed", vec_size, 0, STREAMED_THREADS, cluster_size)
+
+
+def _partial_plan(packs: int, vec_size: int, arch: int) -> Plan:
+    """One kernel knows of partial rows: it reads x and dout once more, from the L2 cache."""
+    threads = min(STREAMED_THREADS, -(-packs // WARP) * WARP)
+    long = packs > PARTIAL_BLOCK_PACKS and arch >= 90
+    cluster_size = CLUSTER_SIZES[-1] if long else 1
+    return Plan("norm_backward_streamed", vec_size, 0, threads, cluster_size)
 
 
 def choose_backward_launch(

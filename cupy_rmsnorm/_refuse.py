@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
@@ -51,6 +52,45 @@ def flag(name: str, value: object) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be True or False, got {shown(value)}")
     return bool(value)
+
+
+def count(name: str, value: object) -> int:
+    """`value` as an int of at least 1."""
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        result = operator.index(cast(Any, value))
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {shown(value)}") from None
+    if result < 1:
+        raise ValueError(f"{name} must be at least 1, got {result}")
+    return result
+
+
+def grouped(groups: object, *, axes: int, per_head: bool) -> int:
+    """`groups` as an int that goes with the other options."""
+    result = count("groups", groups)
+    if result > 1 and per_head:
+        raise ValueError(f"groups must be 1 with per_head=True, got {result}")
+    if result > 1 and axes > 1:
+        raise ValueError(f"groups must be 1 where {axes} axes are normalised, got {result}")
+    return result
+
+
+def divides(groups: int, hidden_size: int, whose: str) -> None:
+    """Refuse groups that are not equal."""
+    if hidden_size % groups:
+        raise ValueError(f"groups must divide {whose} {hidden_size}, got {groups}")
+
+
+def partial(value: object, row_size: int | None = None) -> int | None:
+    """`value` as a number of columns; None where it is all of `row_size`."""
+    if value is None:
+        return None
+    result = count("partial", value)
+    if row_size is not None and result > row_size:
+        raise ValueError(f"partial must be at most {row_size}, the size of a row, got {result}")
+    return None if result == row_size else result
 
 
 def offset(value: object, *, weighted: bool, weight_name: str = "weight") -> float:

@@ -208,11 +208,12 @@ def forward(
         rstd_out=caller.output("rstd_out", rstd_out),
         statistics=statistics,
     )
+    call = checked.by_heads()
     began = _fast.epoch
-    launched = backend(caller.x.device).forward(checked)
+    launched = backend(caller.x.device).forward(call)
     if launched is not None and kept is not None:
         arrays = (x, residual, weight, bias, out, residual_out)
-        _fast.remember(kept, *arrays, checked, launched, began)
+        _fast.remember(kept, *arrays, call, launched, began)
     return Outputs(
         caller.give(checked.y, out),
         caller.give(checked.residual_out, residual_out),
@@ -273,7 +274,7 @@ def backward(
         added=added,
     )
     if call.dx is not None or call.dweight is not None or call.dbias is not None:
-        backend(caller.x.device).backward(call)
+        backend(caller.x.device).backward(call.by_heads())
     dx = caller.give(call.dx, dx_out)
     return Gradients(
         dx,

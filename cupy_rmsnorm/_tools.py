@@ -79,6 +79,8 @@ def bind_rms_norm(
     axis: Axis = -1,
     cast: CastOption = "once",
     per_head: bool = False,
+    groups: int = 1,
+    partial: int | None = None,
     out_dtype: object = None,
 ) -> BoundNorm:
     """Hold a weight and options for many calls of `rms_norm`.
@@ -92,6 +94,8 @@ def bind_rms_norm(
     eps : float, default 1e-6
         As in `rms_norm`.
     {bound_options}
+    partial : int, optional
+        As in `rms_norm`.
 
     Returns
     -------
@@ -110,7 +114,7 @@ def bind_rms_norm(
     >>> norm(np.array([[3, 4]], np.float32)).round(4)
     array([[0.8485, 2.2627]], dtype=float32)
     """
-    options = (eps, weight_offset, axis, cast, per_head, "keep")
+    options = (eps, weight_offset, axis, cast, per_head, "keep", groups, partial)
     return BoundNorm("rms_norm", "rms", weight, bias, options, out_dtype)
 
 
@@ -124,6 +128,7 @@ def bind_layer_norm(
     axis: Axis = -1,
     cast: CastOption = "once",
     per_head: bool = False,
+    groups: int = 1,
     out_dtype: object = None,
 ) -> BoundNorm:
     """Hold a weight and options for many calls of `layer_norm`.
@@ -155,7 +160,7 @@ def bind_layer_norm(
     >>> norm(np.array([[3, 4]], np.float32))
     array([[-1.,  2.]], dtype=float32)
     """
-    options = (eps, weight_offset, axis, cast, per_head, "keep")
+    options = (eps, weight_offset, axis, cast, per_head, "keep", groups, None)
     return BoundNorm("layer_norm", "layer", weight, bias, options, out_dtype)
 
 
@@ -265,6 +270,8 @@ def warmup(
     cast: CastOption = "once",
     per_head: bool = False,
     masked: MaskedOption | None = None,
+    groups: int = 1,
+    partial: int | None = None,
     calls: Iterable[Mapping[str, Any]] | None = None,
 ) -> None:
     """Build the kernels of coming calls, so that none of them waits for a compilation.
@@ -296,6 +303,10 @@ def warmup(
         As in the call.
     masked : {"keep", "zero"}, optional
         As in the call; None for calls without `where` and `valid_rows`.
+    groups : int, default 1
+        As in the call.
+    partial : int, optional
+        As in the call.
     calls : iterable of mapping, optional
         Many calls at once, each a mapping of the parameters above, in place of all of them.
 
@@ -328,6 +339,8 @@ def warmup(
             None if cast == "once" else cast,
             None if per_head is False else per_head,
             masked,
+            None if groups == 1 else groups,
+            partial,
         )
         checked = check_calls(calls, _warmup_call)
     else:
@@ -338,6 +351,8 @@ def warmup(
                 cast=cast,
                 per_head=per_head,
                 masked=masked,
+                groups=groups,
+                partial=partial,
                 dtype=dtype,
                 weight_dtype=weight_dtype,
                 bias_dtype=bias_dtype,
@@ -360,6 +375,8 @@ def _warmup_call(
     cast: object = "once",
     per_head: object = False,
     masked: object = None,
+    groups: object = 1,
+    partial: object = None,
     dtype: object = None,
     weight_dtype: object = None,
     bias_dtype: object = None,
@@ -377,6 +394,8 @@ def _warmup_call(
         cast,
         per_head,
         masked,
+        groups,
+        partial,
         dtype=dtype_name("dtype", dtype),
         weight_dtype=dtype_name("weight_dtype", weight_dtype),
         bias_dtype=dtype_name("bias_dtype", bias_dtype),

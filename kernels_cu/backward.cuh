@@ -38,7 +38,9 @@ struct BackwardArguments {
     const V* valid_rows;  // null: every row
     long long rows;
     long long hidden_size;
+    long long partial;  // columns that the statistic comes from, where PARTIAL
     long long inner_rows;
+    RowCount mask_rows;  // neighbouring rows that share an element of the masks
     long long heads;
     long long parts;
     RowStrides dx_strides;

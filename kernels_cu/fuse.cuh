@@ -16,6 +16,17 @@ enum Mask {
     ZERO_OTHERS,  // and are set to zero
 };
 
+// A number of rows below 2^62, and what stands for a division by it: ceil(2^62 / count).
+struct RowCount {
+    long long count;
+    long long reciprocal;
+};
+
+__device__ __forceinline__ long long quotient(long long row, const RowCount& rows) {
+    const long long found = __umul64hi(4ull * row, rows.reciprocal);
+    return found - (found * rows.count > row);  // the reciprocal is rounded up: one too many
+}
+
 // A row's offset in elements is outer * outer_stride + inner * inner_stride, where
 // row = outer * inner_rows + inner; with SPLIT_ROWS false it is row * inner_stride.
 struct RowStrides {
@@ -40,7 +51,9 @@ struct ForwardArguments {
     const V* valid_rows;  // null: every row
     long long rows;
     long long hidden_size;
-    long long inner_rows;
+    long long partial;  // columns that the statistic comes from, where PARTIAL
+    RowCount inner_rows;
+    RowCount mask_rows;  // neighbouring rows that share an element of the masks
     RowStrides y_strides;
     RowStrides residual_out_strides;
     RowStrides x_strides;
@@ -67,8 +80,8 @@ struct RowPointers {
 template <bool SPLIT_ROWS, typename Y, typename X, typename R, typename W, typename B, typename V>
 __device__ __forceinline__ RowPointers<Y, X, R, W, B> row_pointers(
     const ForwardArguments<Y, X, R, W, B, V>& arguments, long long row) {
-    const long long outer = SPLIT_ROWS ? row / arguments.inner_rows : 0;
-    const long long inner = SPLIT_ROWS ? row - outer * arguments.inner_rows : row;
+    const long long outer = SPLIT_ROWS ? quotient(row, arguments.inner_rows) : 0;
+    const long long inner = SPLIT_ROWS ? row - outer * arguments.inner_rows.count : row;
     const auto offset = [=](const RowStrides& strides) {
         return SPLIT_ROWS ? outer * strides.outer + inner * strides.inner : inner * strides.inner;
     };
@@ -89,11 +102,13 @@ __device__ __forceinline__ RowPointers<Y, X, R, W, B> row_pointers(
 template <Mask MASK, typename Arguments>
 __device__ __forceinline__ bool row_is_computed(const Arguments& arguments, long long row) {
     if (row >= arguments.rows) return false;
-    if constexpr (MASK != ALL_ROWS) {
-        if (arguments.valid_rows != nullptr && row >= *arguments.valid_rows) return false;
-        if (arguments.where != nullptr && !arguments.where[row]) return false;
-    }
-    return true;
+    if constexpr (MASK == ALL_ROWS) return true;
+    const RowCount& shared_by = arguments.mask_rows;
+    const long long place = shared_by.count == 1 ? row : quotient(row, shared_by);
+    // Neither load waits for the other.
+    const bool valid = arguments.valid_rows == nullptr || place < *arguments.valid_rows;
+    const bool chosen = arguments.where == nullptr || arguments.where[place];
+    return valid && chosen;
 }
 
 template <Norm NORM, typename Arguments, typename A>
@@ -224,14 +239,23 @@ __device__ __forceinline__ A mean_of(const ExactSum<A>& sum, A count) {
     return rest == rest ? add_rn(mean, rest / count) : mean;
 }
 
-// Sum of (value - center)^2 over one pack.
-template <typename A, int VEC_SIZE>
-__device__ __forceinline__ A pack_sum_squares(const A (&values)[VEC_SIZE], A center) {
+// Sum of (value - center)^2 over one pack, whose first element is `element` of its row. PARTIAL
+// leaves out what lies behind the columns that the statistic comes from.
+template <bool PARTIAL, typename A, int VEC_SIZE, typename Arguments>
+__device__ __forceinline__ A pack_sum_squares(const A (&values)[VEC_SIZE], A center,
+                                              const Arguments& arguments, long long element) {
     A sum = A(0);
 #pragma unroll
     for (int i = 0; i < VEC_SIZE; ++i) {
+        if (PARTIAL && element + i >= arguments.partial) continue;
         const A deviation = sub_rn(values[i], center);
         sum = fma_rn(deviation, deviation, sum);
     }
     return sum;
+}
+
+template <bool PARTIAL, typename A, typename Arguments>
+__device__ __forceinline__ A rstd_of(A squares, const Arguments& arguments) {
+    const long long count = PARTIAL ? arguments.partial : arguments.hidden_size;
+    return reciprocal_sqrt(squares / static_cast<A>(count) + arguments.eps);
 }

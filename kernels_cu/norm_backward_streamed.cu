@@ -12,7 +12,7 @@
 
 template <Norm NORM, typename DX, typename D, typename X, typename R, typename W, typename V,
           int VEC_SIZE, int THREADS, int CLUSTER_SIZE, bool ALIGNED, bool SPLIT_ROWS,
-          bool GIVEN_MEAN, bool GIVEN_RSTD, Mask MASK>
+          bool GIVEN_MEAN, bool GIVEN_RSTD, bool PARTIAL, Mask MASK>
 __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
     norm_backward_streamed(const BackwardArguments<DX, Absent, Absent, D, X, R, W, V> arguments) {
     using A = typename Accumulation<X>::type;
@@ -43,7 +43,9 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
         cluster_barrier();  // every block of the cluster runs, so its slots may be written
     }
 
-    const A count = static_cast<A>(arguments.hidden_size);
+    const A count = static_cast<A>(PARTIAL ? arguments.partial : arguments.hidden_size);
+    // Whether the statistic comes from an element too.
+    const auto counts = [=](long long element) { return !PARTIAL || element < arguments.partial; };
     Gradient<NORM, false, X, A> gradient = {};
     if constexpr (NORM == LAYER && GIVEN_MEAN) gradient.mean = arguments.mean[row];
     if constexpr (NORM == LAYER && !GIVEN_MEAN) {
@@ -72,6 +74,7 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
             A of_pack = A(0);
 #pragma unroll
             for (int i = 0; i < VEC_SIZE; ++i) {
+                if (!counts(pack * VEC_SIZE + i)) continue;
                 const A centered = gradient.centered(to_float(x.data[i]));
                 of_pack = fma_rn(centered, centered, of_pack);
             }
@@ -140,7 +143,8 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
                 A arriving = A(0);
                 if constexpr (is_array<R>) arriving = to_float(dresidual_out.data[i]);
                 const A g = mul_rn(to_float(dout.data[i]), factor(weight.data[i]));
-                const A xhat = gradient.xhat(to_float(x.data[i]));
+                const A xhat =
+                    counts(pack * VEC_SIZE + i) ? gradient.xhat(to_float(x.data[i])) : A(0);
                 dx[i] = gradient.template dx<is_array<R>>(g, xhat, arriving);
             }
             store_dx<ALIGNED>(at, pack * VEC_SIZE, dx);

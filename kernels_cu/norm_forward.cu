@@ -8,127 +8,15 @@
 // THREADS_PER_ROW, with equality where FULL; every pack lies on its word size where ALIGNED.
 // Moves: one read of x (and residual), one write of y (and residual_out).
 
-#include "fuse.cuh"
-#include "reduce.cuh"
+#include "forward_rows.cuh"
 
 template <Norm NORM, typename Y, typename X, typename R, typename W, typename B, typename V,
           int VEC_SIZE, int VECS_PER_THREAD, int THREADS_PER_ROW, int ROWS_PER_BLOCK, bool FULL,
-          bool ALIGNED, bool SPLIT_ROWS, bool CAST_BEFORE_WEIGHT, bool EARLY_WEIGHT, Mask MASK>
+          bool ALIGNED, bool SPLIT_ROWS, bool CAST_BEFORE_WEIGHT, bool EARLY_WEIGHT, bool PARTIAL,
+          Mask MASK>
 __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK)
     norm_forward(const ForwardArguments<Y, X, R, W, B, V> arguments) {
-    using A = typename Accumulation<X>::type;
-    constexpr int SLOTS = row_reduce_slots(THREADS_PER_ROW, ROWS_PER_BLOCK);
-    using Sum = typename MeanSum<Y, A>::type;
-    __shared__ Sum sum_slots[NORM == LAYER ? SLOTS : 1];
-    // RMSNorm has one barrier a row: the next row's sums go to the other half, so that they do not
-    // overtake a thread that still reads. LayerNorm's first barrier keeps its rows apart.
-    constexpr int HALVES = NORM == RMS ? 2 : 1;
-    __shared__ A square_slots[HALVES][SLOTS];
-
-    const int thread = threadIdx.x % THREADS_PER_ROW;
-    const int row_in_block = threadIdx.x / THREADS_PER_ROW;
-    const int packs = static_cast<int>(arguments.hidden_size) / VEC_SIZE;
-    const long long first_of_block = static_cast<long long>(blockIdx.x) * ROWS_PER_BLOCK;
-    const long long rows_a_pass = static_cast<long long>(gridDim.x) * ROWS_PER_BLOCK;
-
-    const auto element_of = [=](int vec) { return (thread + vec * THREADS_PER_ROW) * VEC_SIZE; };
-    int half = 0;
-    for (long long first_row = first_of_block; first_row < arguments.rows;
-         first_row += rows_a_pass) {
-        const long long row = first_row + row_in_block;
-        const bool computed = row_is_computed<MASK>(arguments, row);
-        // A row that is not computed still meets its block at the barriers, with no packs.
-        const int held_packs = computed ? packs : 0;
-        const RowPointers<Y, X, R, W, B> at = row_pointers<SPLIT_ROWS>(arguments, row);
-        const auto holds = [=](int vec) {
-            return FULL ? computed : thread + vec * THREADS_PER_ROW < held_packs;
-        };
-
-        Pack<X, VEC_SIZE> x[VECS_PER_THREAD];
-        Pack<R, VEC_SIZE> residual[VECS_PER_THREAD];
-        Pack<W, VEC_SIZE> weight[VECS_PER_THREAD];
-        Pack<B, VEC_SIZE> bias[VECS_PER_THREAD];
-        const auto load_parameters = [&](int vec) {
-            if constexpr (is_array<W>) {
-                load_pack<KEEP, ALIGNED>(weight[vec], at.weight + element_of(vec));
-            }
-            if constexpr (is_array<B>) {
-                load_pack<KEEP, ALIGNED>(bias[vec], at.bias + element_of(vec));
-            }
-        };
-        const auto held_values = [&](A(&values)[VEC_SIZE], int vec) {
-            add_residual(values, x[vec], residual[vec]);
-        };
-#pragma unroll
-        for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
-            if (!holds(vec)) continue;
-            load_pack<STREAM, ALIGNED>(x[vec], at.x + element_of(vec));
-            if constexpr (is_array<R>) {
-                load_pack<STREAM, ALIGNED>(residual[vec], at.residual + element_of(vec));
-            }
-        }
-        if constexpr (EARLY_WEIGHT) {
-#pragma unroll
-            for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
-                if (holds(vec)) load_parameters(vec);
-            }
-        }
-        if constexpr (is_array<R>) {
-#pragma unroll
-            for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
-                if (!holds(vec)) continue;
-                A values[VEC_SIZE];
-                Pack<R, VEC_SIZE> residual_out;
-                held_values(values, vec);
-                round_pack(residual_out, values);
-                store_pack<ALIGNED>(at.residual_out + element_of(vec), residual_out);
-            }
-        }
-
-        A mean = A(0);
-        if constexpr (NORM == LAYER) {
-            Sum sum = {};
-#pragma unroll
-            for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
-                if (!holds(vec)) continue;
-                A values[VEC_SIZE];
-                held_values(values, vec);
-                add_pack(sum, values);
-            }
-            sum = row_reduce_sum<THREADS_PER_ROW>(sum, sum_slots);
-            mean = mean_of(sum, static_cast<A>(arguments.hidden_size));
-        }
-        A squares = A(0);
-#pragma unroll
-        for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
-            if (!holds(vec)) continue;
-            A values[VEC_SIZE];
-            held_values(values, vec);
-            squares += pack_sum_squares(values, mean);
-        }
-        squares = row_reduce_sum<THREADS_PER_ROW>(squares, square_slots[half]);
-        half ^= HALVES - 1;
-        const A rstd =
-            reciprocal_sqrt(squares / static_cast<A>(arguments.hidden_size) + arguments.eps);
-        if (computed && thread == 0) store_statistics<NORM>(arguments, row, mean, rstd);
-        const Normalise<NORM, CAST_BEFORE_WEIGHT, X, A> normalise = {
-            mean, rstd, arguments.weight_offset, arguments.weight_constant,
-            arguments.bias_constant};
-#pragma unroll
-        for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
-            if (!holds(vec)) continue;
-            if constexpr (!EARLY_WEIGHT) load_parameters(vec);
-            A values[VEC_SIZE];
-            Pack<Y, VEC_SIZE> y;
-            held_values(values, vec);
-            normalise(y, values, weight[vec], bias[vec]);
-            store_pack<ALIGNED>(at.y + element_of(vec), y);
-        }
-        if constexpr (MASK == ZERO_OTHERS) {
-            if (!computed && row < arguments.rows) {
-                zero_row<ALIGNED, VEC_SIZE>(at, thread, packs, THREADS_PER_ROW);
-                if (thread == 0) store_statistics<NORM>(arguments, row, A(0), A(0));
-            }
-        }
-    }
+    forward_rows<NORM, VEC_SIZE, VECS_PER_THREAD, THREADS_PER_ROW, ROWS_PER_BLOCK, FULL, ALIGNED,
+                 SPLIT_ROWS, CAST_BEFORE_WEIGHT, EARLY_WEIGHT, PARTIAL, MASK>(arguments, blockIdx.x,
+                                                                              gridDim.x);
 }

@@ -14,7 +14,7 @@
 
 template <Norm NORM, typename Y, typename X, typename R, typename W, typename B, typename V,
           int VEC_SIZE, int VECS_PER_THREAD, int THREADS, int CLUSTER_SIZE, bool FULL, bool ALIGNED,
-          bool SPLIT_ROWS, bool CAST_BEFORE_WEIGHT, bool ASYNC, Mask MASK>
+          bool SPLIT_ROWS, bool CAST_BEFORE_WEIGHT, bool ASYNC, bool PARTIAL, Mask MASK>
 __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS, 1024 / THREADS)
     norm_forward_staged(const ForwardArguments<Y, X, R, W, B, V> arguments) {
     using A = typename Accumulation<X>::type;
@@ -86,7 +86,7 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS, 1024 / THR
         if constexpr (NORM == LAYER) {
             add_pack(sum, values);
         } else {
-            squares += pack_sum_squares(values, A(0));
+            squares += pack_sum_squares<PARTIAL>(values, A(0), arguments, element_of(vec));
         }
         if constexpr (is_array<R>) {
             Pack<R, VEC_SIZE> residual_out;
@@ -107,12 +107,12 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS, 1024 / THR
             if (!holds(vec)) continue;
             A values[VEC_SIZE];
             held_values(values, vec);
-            squares += pack_sum_squares(values, mean);
+            squares += pack_sum_squares<false>(values, mean, arguments, element_of(vec));
         }
     }
     squares = cluster_reduce_sum<CLUSTER_SIZE>(row_reduce_sum<THREADS>(squares, square_slots),
                                                cluster_square_slots);
-    const A rstd = reciprocal_sqrt(squares / static_cast<A>(arguments.hidden_size) + arguments.eps);
+    const A rstd = rstd_of<PARTIAL>(squares, arguments);
 
     if (rank == 0 && threadIdx.x == 0) store_statistics<NORM>(arguments, row, mean, rstd);
     const Normalise<NORM, CAST_BEFORE_WEIGHT, X, A> normalise = {

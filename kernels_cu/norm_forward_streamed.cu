@@ -12,7 +12,7 @@
 
 template <Norm NORM, typename Y, typename X, typename R, typename W, typename B, typename V,
           int VEC_SIZE, int THREADS, int CLUSTER_SIZE, bool ALIGNED, bool SPLIT_ROWS,
-          bool CAST_BEFORE_WEIGHT, Mask MASK>
+          bool CAST_BEFORE_WEIGHT, bool PARTIAL, Mask MASK>
 __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
     norm_forward_streamed(const ForwardArguments<Y, X, R, W, B, V> arguments) {
     using A = typename Accumulation<X>::type;
@@ -49,8 +49,6 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
         }
         add_residual(values, x, residual);
     };
-    const A count = static_cast<A>(arguments.hidden_size);
-
     A mean = A(0);
     if constexpr (NORM == LAYER) {
         ExactSum<A> sum = {};
@@ -62,18 +60,18 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
         }
         sum = cluster_reduce_sum<CLUSTER_SIZE>(row_reduce_sum<THREADS>(sum, sum_slots),
                                                cluster_sum_slots);
-        mean = mean_of(sum, count);
+        mean = mean_of(sum, static_cast<A>(arguments.hidden_size));
     }
     ExactSum<A> square_sum = {};
 #pragma unroll 4
     for (long long pack = first; pack < end; pack += THREADS) {
         A values[VEC_SIZE];
         load_values(values, pack);
-        square_sum += pack_sum_squares(values, mean);
+        square_sum += pack_sum_squares<PARTIAL>(values, mean, arguments, pack * VEC_SIZE);
     }
     const A squares = cluster_reduce_sum<CLUSTER_SIZE>(
         row_reduce_sum<THREADS>(square_sum.value(), square_slots), cluster_square_slots);
-    const A rstd = reciprocal_sqrt(squares / count + arguments.eps);
+    const A rstd = rstd_of<PARTIAL>(squares, arguments);
 
     if (rank == 0 && threadIdx.x == 0) store_statistics<NORM>(arguments, row, mean, rstd);
     const Normalise<NORM, CAST_BEFORE_WEIGHT, X, A> normalise = {

@@ -31,6 +31,8 @@ class Case:
     where: np.ndarray | None = None
     valid_rows: np.ndarray | None = None
     masked: str = "zero"
+    groups: int = 1
+    partial: int | None = None
     out_dtype: str | None = None
 
     def but(self, **changes: Any) -> Case:
@@ -55,6 +57,29 @@ class Case:
             computed = computed & (rows < int(self.valid_rows.reshape(())))
         return computed
 
+    def split(self, array: Any) -> Any:
+        """`array` with groups as an axis before its last one."""
+        if not isinstance(array, np.ndarray):
+            return array
+        return array.reshape(*array.shape[:-1], self.groups, -1)
+
+    def by_heads(self) -> Case:
+        """The same call with each group as a head."""
+        return self.but(
+            x=self.split(self.x),
+            weight=self.split(self.weight),
+            bias=self.split(self.bias),
+            residual=self.split(self.residual),
+            where=np.repeat(self.computed[..., None], self.groups, axis=-1),
+            valid_rows=None,
+            per_head=True,
+            groups=1,
+        )
+
+    @property
+    def statistic_shape(self) -> tuple[int, ...]:
+        return self.row_shape if self.groups == 1 else (*self.row_shape, self.groups)
+
     @property
     def statistic_dtype(self) -> str:
         return oracle.accumulation(self.x).name
@@ -71,7 +96,7 @@ class Case:
         return names
 
     def shape(self, output: str) -> tuple[int, ...]:
-        return self.row_shape if output in ("mean", "rstd") else self.x.shape
+        return self.statistic_shape if output in ("mean", "rstd") else self.x.shape
 
     def options(self, backend: Backend) -> dict[str, Any]:
         """The keyword arguments of forward and backward alike; those at their default are left out.
@@ -79,7 +104,7 @@ class Case:
         eps is always given: its default is a test of its own.
         """
         options: dict[str, Any] = {"eps": self.eps}
-        for name in ("weight_offset", "cast", "per_head", "axis"):
+        for name in ("weight_offset", "cast", "per_head", "axis", "groups", "partial"):
             if getattr(self, name) != getattr(Case, name):
                 options[name] = getattr(self, name)
         for name in ("where", "valid_rows"):
@@ -130,6 +155,9 @@ def check_forward(
     for output, dtype in case.outputs("rstd" in got).items():
         assert got[output].dtype.name == dtype, f"{output} is {got[output].dtype}, not {dtype}"
         assert got[output].shape == case.shape(output), f"{output} has shape {got[output].shape}"
+    if case.groups > 1:
+        check_forward(case.by_heads(), _split(case, got), _split(case, before or {}))
+        return
     computed = case.computed
     _check_other_rows(case, got, before or {}, computed)
     # A row that is not computed may hold anything, and has no reference.
@@ -150,6 +178,7 @@ def check_forward(
             cast=case.cast,
             ndim=case.ndim,
             exact_mean=got["y"].dtype == oracle.accumulation(case.x),
+            partial=case.partial,
         )
     for output in ("y", "mean", "rstd"):
         if output in got:
@@ -178,6 +207,14 @@ def check_forward(
             out_dtype=got["y"].dtype.name,
         )
         compare.equal(got["y"][computed], exact[computed], f"y of {case.norm} given its statistics")
+
+
+def _split(case: Case, arrays: dict[str, Any]) -> dict[str, Any]:
+    """Results of a grouped call as those of `by_heads`; statistics are that already."""
+    return {
+        name: array if name in ("mean", "rstd") else case.split(array)
+        for name, array in arrays.items()
+    }
 
 
 def _check_other_rows(
@@ -238,6 +275,14 @@ def backward(
 def check_backward(case: Case, given: Gradient, got: dict[str, np.ndarray | None]) -> None:
     """Assert that every gradient that exists is right, and that no other is there."""
     __tracebackhide__ = True
+    if case.groups > 1:
+        for output, result in got.items():
+            shape = case.x.shape if output in ("dx", "dresidual") else case.x.shape[-1:]
+            assert result is None or result.shape == shape, f"{output} has shape {result.shape}"
+        arrays = {name: case.split(getattr(given, name)) for name in ("dout", "dresidual_out")}
+        given = dataclasses.replace(given, **arrays)
+        check_backward(case.by_heads(), given, _split(case, got))
+        return
     weight, bias = case.weight, case.bias
     parameter_shape = case.x.shape[len(case.row_shape) - case.per_head :]
     reference = oracle.backward(
@@ -254,6 +299,7 @@ def check_backward(case: Case, given: Gradient, got: dict[str, np.ndarray | None
         ndim=case.ndim,
         computed=case.computed,
         weight_shape=parameter_shape,
+        partial=case.partial,
     )
     weight_dtype = weight.dtype.name if isinstance(weight, np.ndarray) else None
     expected = {

@@ -185,6 +185,8 @@ class Row:
     weight_offset: float
     mask: str | None
     layout: str
+    groups: int = 1
+    part: float | None = None  # of a row's columns: what its statistic comes from
 
     @property
     def hidden_size(self) -> int:
@@ -196,8 +198,12 @@ class Row:
         return min(self.width, VECTOR_BYTES // TABLE[self.x].itemsize)
 
     @property
+    def partial(self) -> int | None:
+        return None if self.part is None else max(1, int(self.part * self.hidden_size))
+
+    @property
     def row_shape(self) -> tuple[int, ...]:
-        rows = PLACES[self.place].rows
+        rows = -(-PLACES[self.place].rows // self.groups)
         if self.layout == "split":
             return 2, -(-rows // 2)
         if self.layout == "heads":
@@ -205,12 +211,30 @@ class Row:
         return (rows,)
 
     @property
+    def statistic_shape(self) -> tuple[int, ...]:
+        return self.row_shape if self.groups == 1 else (*self.row_shape, self.groups)
+
+    @property
     def rows(self) -> int:
-        return math.prod(self.row_shape)
+        """How many rows a kernel sees."""
+        return math.prod(self.statistic_shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.row_shape, self.hidden_size)
+        return (*self.row_shape, self.groups * self.hidden_size)
+
+    @property
+    def splits_rows(self) -> bool:
+        return self.layout in ("split", "heads") or self.groups > 1
+
+    @property
+    def _option_names(self) -> list[str]:
+        """What the row's name says of its options."""
+        parts = ["cast_before"] if self.cast == "before_weight" else []
+        parts += ["offset"] if self.weight_offset else []
+        parts += [f"groups_{self.groups}"] if self.groups > 1 else []
+        parts += ["partial"] if self.part is not None else []
+        return parts + [part for part in (self.mask, self.layout) if part]
 
     @property
     def parameter_shape(self) -> tuple[int, ...]:
@@ -230,6 +254,8 @@ class Row:
             where=where,
             valid_rows=valid_rows,
             masked="keep" if self.mask in ("keep_where", "keep_valid") else "zero",
+            groups=self.groups,
+            partial=self.partial,
             **more,
         )
 
@@ -244,8 +270,9 @@ class Row:
 
     def _masks(self) -> tuple[np.ndarray | None, np.ndarray | None]:
         """`where` and `valid_rows`; each leaves some rows out, in blocks that it shares."""
-        where = np.arange(self.rows).reshape(self.row_shape) % 3 != 1
-        valid_rows = self.rows - 1
+        rows = math.prod(self.row_shape)
+        where = np.arange(rows).reshape(self.row_shape) % 3 != 1
+        valid_rows = rows - 1
         if self.mask is None:
             return None, None
         if self.mask == "keep_where":
@@ -302,11 +329,7 @@ class ForwardRow(Row):
             level = getattr(self, name)
             if level is not None:
                 parts.append(f"{name}_{SHORT.get(level, level)}")
-        if self.cast == "before_weight":
-            parts.append("cast_before")
-        if self.weight_offset:
-            parts.append("offset")
-        parts += [part for part in (self.mask, self.layout) if part]
+        parts += self._option_names
         if self.forced is not None:
             forced = self.forced
             parts.append(f"rows_{forced.rows_per_block}-grid_{forced.grid}")
@@ -329,7 +352,8 @@ class ForwardRow(Row):
             valid_rows="int32" if self.mask == "keep_valid" else "int64",
             cast=self.cast,  # type: ignore[arg-type]
             masked=masked,
-            per_head=self.layout == "heads",
+            per_head=self.layout == "heads" or self.groups > 1,
+            partial=self.partial is not None,
         )
 
     def plan(self, arch: int) -> Plan:
@@ -351,7 +375,7 @@ class ForwardRow(Row):
             self.launch(arch, sm_count),
             arch=arch,
             aligned=self.layout != "misaligned" or self.vec_size == 1,
-            split_rows=self.layout in ("split", "heads"),
+            split_rows=self.splits_rows,
         )
 
     # The call ---------------------------------------------------------------------------------
@@ -371,7 +395,7 @@ class ForwardRow(Row):
         """
         case = self.case()
         outputs = {
-            output: backend.empty(self.row_shape, dtype)
+            output: backend.empty(self.statistic_shape, dtype)
             if output in ("mean", "rstd")
             else self._output(backend, dtype)
             for output, dtype in case.outputs(statistics=True).items()
@@ -451,6 +475,35 @@ def _forced(place: str, x: str, forced: Forced, changes: dict[str, Any]) -> Forw
     return dataclasses.replace(row, forced=forced)
 
 
+# (place, x, what differs from one dtype and a weight)
+Odd = tuple[str, str, dict[str, Any]]
+GROUPED: tuple[Odd, ...] = (
+    ("half_warp", "bfloat16", {"groups": 4}),
+    ("packs_8", "float16", {"groups": 7, "mask": "keep_valid", "residual": "float16"}),
+    ("warp_part", "float32", {"groups": 3, "norm": "layer", "mask": "zero_both"}),
+    ("packs_131", "bfloat16", {"groups": 2, "mask": "keep_where", "layout": "misaligned"}),
+    ("packs_51", "float16", {"groups": 5, "norm": "layer", "layout": "split"}),
+    ("staged_part", "float32", {"groups": 2, "mask": "zero_valid", "layout": "gap"}),
+    ("streamed", "float16", {"groups": 2, "norm": "layer", "mask": "zero_both"}),
+)
+PARTIAL: tuple[Odd, ...] = (
+    ("packs_8", "float32", {"part": 0.7, "width": 1}),
+    ("half_warp", "float16", {"part": 0.4, "cast": "before_weight"}),
+    ("warp_part", "bfloat16", {"part": 0.01, "layout": "heads"}),
+    ("packs_131", "bfloat16", {"part": 0.6, "residual": "float32", "bias": "float32"}),
+    ("packs_192", "float64", {"part": 0.9, "mask": "zero_both"}),
+    ("packs_1536", "bfloat16", {"part": 0.3, "groups": 3}),
+    ("staged_part", "float32", {"part": 0.5, "layout": "misaligned"}),
+    ("staged_8_part", "float16", {"part": 0.2, "residual": "float16"}),
+    ("streamed", "bfloat16", {"part": 0.7, "mask": "keep_valid"}),
+)
+
+
+def _odd(place: str, x: str, changes: dict[str, Any]) -> ForwardRow:
+    levels = {name: FACTORS[name][0] for name in FACTORS}
+    return ForwardRow.of(levels | {"place": place, "x": x, "y": x, "weight": x} | changes)
+
+
 FORWARD = (
     *dict.fromkeys(
         ForwardRow.of(levels)
@@ -461,6 +514,7 @@ FORWARD = (
         )
     ),
     *itertools.starmap(_forced, FORCED),
+    *itertools.starmap(_odd, (*GROUPED, *PARTIAL)),
 )
 
 
@@ -552,9 +606,7 @@ class BackwardRow(Row):
         for name in ("dout", "weight", "bias", "dx", "dweight", "dresidual_out"):
             level = getattr(self, name)
             parts += [] if level is None else [f"{name}_{SHORT.get(level, level)}"]
-        parts += ["cast_before"] if self.cast == "before_weight" else []
-        parts += ["offset"] if self.weight_offset else []
-        parts += [part for part in (self.mask, self.layout) if part]
+        parts += self._option_names
         if self.forced is not None:
             forced = self.forced
             parts.append(f"rows_{forced.rows_per_block}-parts_{forced.parts}")
@@ -591,10 +643,11 @@ class BackwardRow(Row):
         case = self._case()
         mean = rstd = None
         if self.statistics == "given":
-            shape, dtype = self.row_shape, oracle.accumulation(case.x)
+            shape, dtype = self.statistic_shape, oracle.accumulation(case.x)
             mean, rstd = np.zeros(shape, dtype), np.ones(shape, dtype)
             if not blank:
-                forward = oracle.forward(case.x, norm=self.norm, eps=case.eps)
+                x = case.by_heads().x if case.groups > 1 else case.x
+                forward = oracle.forward(x, norm=self.norm, eps=case.eps, partial=case.partial)
                 mean, rstd = (part.value.astype(dtype) for part in (forward.mean, forward.rstd))
         dresidual_out = None
         if self.dresidual_out is not None:
@@ -676,6 +729,22 @@ ROUND: tuple[tuple[str, str, ForcedBackward, dict[str, Any]], ...] = (
 )
 
 
+def _odd_backward(place: str, x: str, changes: dict[str, Any], index: int) -> BackwardRow:
+    """Of an odd forward row; statistics are in turn given and recomputed."""
+    levels = {name: levels[0] for name, levels in BACKWARD_FACTORS.items()}
+    levels |= {"place": place, "x": x, "dout": x, "weight": x, "bias": changes.get("bias")}
+    levels |= {
+        name: changes[name] for name in ("width", "norm", "cast", "layout") if name in changes
+    }
+    levels |= {"groups": changes.get("groups", 1), "part": changes.get("part")}
+    levels["mask"] = changes.get("mask") and (
+        "keep_valid" if "valid" in changes["mask"] else "zero_both"
+    )
+    levels["dresidual_out"] = changes.get("residual")
+    levels["statistics"] = ("given", "recomputed")[index % 2]
+    return BackwardRow.of(levels)
+
+
 def _round(place: str, x: str, forced: ForcedBackward, changes: dict[str, Any]) -> BackwardRow:
     levels = {name: levels[0] for name, levels in BACKWARD_FACTORS.items()}
     levels |= {"place": place, "x": x, "dout": x, "weight": x}
@@ -691,4 +760,5 @@ BACKWARD = (
         BackwardRow.of(levels) for levels in (*pairwise(BACKWARD_FACTORS), MOST_STATIC, ODD_LONG)
     ),
     *itertools.starmap(_round, ROUND),
+    *(_odd_backward(*odd, index) for index, odd in enumerate((*GROUPED, *PARTIAL))),
 )

@@ -134,6 +134,7 @@ def forward(
     cast: str = "once",
     ndim: int = 1,
     exact_mean: bool = False,
+    partial: int | None = None,
 ) -> Forward:
     """RMSNorm or LayerNorm of x (plus residual), two passes, never rounded.
 
@@ -155,7 +156,9 @@ def forward(
     else:
         mean = np.zeros(rows + (1,) * ndim, h.dtype)
     centred = h - mean
-    rstd = 1 / np.sqrt((centred * centred).mean(axis=axes, keepdims=True) + h.dtype.type(eps))
+    counted, count = _counted(x, ndim, partial)
+    squares = (centred * centred * counted).sum(axis=axes, keepdims=True)
+    rstd = 1 / np.sqrt(squares / count + h.dtype.type(eps))
     xhat = centred * rstd
     mean_size = np.abs(h).mean(axis=axes, keepdims=True) if norm == "layer" else mean
     xhat_scale = _xhat_scale(centred, mean, 0 if exact_mean else mean_size, rstd)
@@ -178,6 +181,13 @@ def forward(
         xhat=xhat,
         xhat_scale=xhat_scale,
     )
+
+
+def _counted(x: np.ndarray, ndim: int, partial: int | None) -> tuple[np.ndarray, int]:
+    """Which elements of a row its statistic comes from (1, or else 0), and how many."""
+    row = x.shape[x.ndim - ndim :]
+    count = math.prod(row) if partial is None else partial
+    return (np.arange(math.prod(row)) < count).reshape(row).astype(np.int8), count
 
 
 def _xhat_scale(centred: Any, mean: Any, mean_size: Any, rstd: Any) -> Any:
@@ -216,6 +226,7 @@ def backward(
     ndim: int = 1,
     computed: np.ndarray | None = None,
     weight_shape: tuple[int, ...] | None = None,
+    partial: int | None = None,
 ) -> Gradients:
     """The gradients of `forward`; for add_* x is residual_out, the statistics are those saved.
 
@@ -229,6 +240,8 @@ def backward(
     * dx = rstd * (g - m1 - xhat * m2): the three, E for rstd, 3 u for its subtractions and product:
       |error| <= E rstd (2 |g| + 4 mean|g| + 7 S M), where mean|g| stands for LayerNorm only;
     * dx + dresidual_out: u (|dx| + |dresidual_out|), < E |dresidual_out| more.
+    * with `partial` the means behind m2 and M are sums over the row by that many columns, and other
+      columns have no term of m2;
     * dweight = sum of dout * xhat: (E + u + `summation`) sum(|dout| S); with the cast before the
       weight half an ulp of xhat's 16-bit rounding times |dout|; dbias: `summation` sum|dout|.
     """
@@ -241,7 +254,7 @@ def backward(
     mask = computed.reshape(rows + (1,) * ndim)
     x = np.where(mask, x, np.ones_like(x))  # what other rows hold has no say
     d = np.where(mask, wide(dout, x), 0)
-    saved = forward(x, norm=norm, eps=eps, ndim=ndim)
+    saved = forward(x, norm=norm, eps=eps, ndim=ndim, partial=partial)
     spread = rows + (1,) * ndim
     r = wide(saved.rstd.value if rstd is None else rstd, x).reshape(spread)
     m = wide(saved.mean.value if mean is None else mean, x).reshape(spread)
@@ -252,10 +265,11 @@ def backward(
     gain = _gain(weight, weight_offset, x)
     g = d * gain
     m1 = g.mean(axis=axes, keepdims=True) if norm == "layer" else 0
-    m2 = (g * xhat).mean(axis=axes, keepdims=True)
-    dx = r * (g - m1 - xhat * m2)
+    counted, counts = _counted(x, ndim, partial)
+    m2 = (g * xhat).sum(axis=axes, keepdims=True) / counts
+    dx = r * (g - m1 - xhat * counted * m2)
     abs_m1 = np.abs(g).mean(axis=axes, keepdims=True) if norm == "layer" else 0
-    abs_m2 = (np.abs(g) * xhat_scale).mean(axis=axes, keepdims=True)
+    abs_m2 = (np.abs(g) * xhat_scale).sum(axis=axes, keepdims=True) / counts * counted
     dx_error = e * r * (2 * np.abs(g) + 4 * abs_m1 + 7 * xhat_scale * abs_m2)
     if dresidual_out is not None:
         arriving = np.where(mask, wide(dresidual_out, x), 0)

@@ -24,10 +24,10 @@ W = np.array([1, -2, 0.5, 3], F32)
 B = np.array([0, 1, -1, 2], F32)
 ROWS = X.shape[:-1]
 
-OPTIONS = (
-    "weight_offset=0.0, axis=-1, cast='once', per_head=False, where=None, valid_rows=None, "
-    "masked='keep'"
-)
+BEFORE = "weight_offset=0.0, axis=-1, cast='once', per_head=False, groups=1"
+MASKS = "where=None, valid_rows=None, masked='keep'"
+RMS = f"{BEFORE}, partial=None, {MASKS}"
+LAYER = f"{BEFORE}, {MASKS}"
 OUT = "out=None, out_dtype=None"
 GRADIENTS = (
     "need_dx=True, need_dweight=True, dx_out=None, dweight_out=None, dbias_out=None, "
@@ -35,61 +35,52 @@ GRADIENTS = (
 )
 
 SIGNATURES = {
-    "rms_norm": f"x, weight=None, bias=None, *, eps=1e-06, {OPTIONS}, {OUT}",
-    "layer_norm": f"x, weight=None, bias=None, *, eps=1e-05, {OPTIONS}, {OUT}",
+    "rms_norm": f"x, weight=None, bias=None, *, eps=1e-06, {RMS}, {OUT}",
+    "layer_norm": f"x, weight=None, bias=None, *, eps=1e-05, {LAYER}, {OUT}",
     "add_rms_norm": (
-        f"x, residual, weight=None, bias=None, *, eps=1e-06, {OPTIONS}, {OUT}, residual_out=None"
+        f"x, residual, weight=None, bias=None, *, eps=1e-06, {RMS}, {OUT}, residual_out=None"
     ),
     "add_layer_norm": (
-        f"x, residual, weight=None, bias=None, *, eps=1e-05, {OPTIONS}, {OUT}, residual_out=None"
+        f"x, residual, weight=None, bias=None, *, eps=1e-05, {LAYER}, {OUT}, residual_out=None"
     ),
-    "rms_norm_forward": (
-        f"x, weight=None, bias=None, *, eps=1e-06, {OPTIONS}, {OUT}, rstd_out=None"
-    ),
+    "rms_norm_forward": (f"x, weight=None, bias=None, *, eps=1e-06, {RMS}, {OUT}, rstd_out=None"),
     "layer_norm_forward": (
-        f"x, weight=None, bias=None, *, eps=1e-05, {OPTIONS}, {OUT}, mean_out=None, rstd_out=None"
+        f"x, weight=None, bias=None, *, eps=1e-05, {LAYER}, {OUT}, mean_out=None, rstd_out=None"
     ),
     "add_rms_norm_forward": (
-        f"x, residual, weight=None, bias=None, *, eps=1e-06, {OPTIONS}, {OUT}, "
+        f"x, residual, weight=None, bias=None, *, eps=1e-06, {RMS}, {OUT}, "
         "residual_out=None, rstd_out=None"
     ),
     "add_layer_norm_forward": (
-        f"x, residual, weight=None, bias=None, *, eps=1e-05, {OPTIONS}, {OUT}, "
+        f"x, residual, weight=None, bias=None, *, eps=1e-05, {LAYER}, {OUT}, "
         "residual_out=None, mean_out=None, rstd_out=None"
     ),
     "rms_norm_backward": (
-        f"dout, x, weight=None, rstd=None, *, eps=1e-06, bias=None, {OPTIONS}, {GRADIENTS}"
+        f"dout, x, weight=None, rstd=None, *, eps=1e-06, bias=None, {RMS}, {GRADIENTS}"
     ),
     "layer_norm_backward": (
-        f"dout, x, weight=None, mean=None, rstd=None, *, eps=1e-05, bias=None, {OPTIONS}, "
-        f"{GRADIENTS}"
+        f"dout, x, weight=None, mean=None, rstd=None, *, eps=1e-05, bias=None, {LAYER}, {GRADIENTS}"
     ),
     "add_rms_norm_backward": (
         "dout, dresidual_out, residual_out, weight=None, rstd=None, *, eps=1e-06, bias=None, "
-        f"{OPTIONS}, {GRADIENTS}, x_dtype=None"
+        f"{RMS}, {GRADIENTS}, x_dtype=None"
     ),
     "add_layer_norm_backward": (
         "dout, dresidual_out, residual_out, weight=None, mean=None, rstd=None, *, eps=1e-05, "
-        f"bias=None, {OPTIONS}, {GRADIENTS}, x_dtype=None"
+        f"bias=None, {LAYER}, {GRADIENTS}, x_dtype=None"
     ),
     "qk_norm": (
         "q, k, q_weight=None, k_weight=None, *, eps=1e-06, weight_offset=0.0, cast='once', "
         "q_out=None, k_out=None"
     ),
-    "bind_rms_norm": (
-        "weight, bias=None, *, eps=1e-06, weight_offset=0.0, axis=-1, cast='once', "
-        "per_head=False, out_dtype=None"
-    ),
-    "bind_layer_norm": (
-        "weight, bias=None, *, eps=1e-05, weight_offset=0.0, axis=-1, cast='once', "
-        "per_head=False, out_dtype=None"
-    ),
+    "bind_rms_norm": f"weight, bias=None, *, eps=1e-06, {BEFORE}, partial=None, out_dtype=None",
+    "bind_layer_norm": f"weight, bias=None, *, eps=1e-05, {BEFORE}, out_dtype=None",
     "is_available": "",
     "info": "",
     "warmup": (
         "op=None, *, hidden_size=None, dtype=None, weight_dtype=None, bias_dtype=None, "
         "residual_dtype=None, out_dtype=None, dout_dtype=None, dweight_dtype=None, cast='once', "
-        "per_head=False, masked=None, calls=None"
+        "per_head=False, masked=None, groups=1, partial=None, calls=None"
     ),
 }
 FUNCTIONS = [name for name in norms.__all__ if callable(getattr(norms, name))]
@@ -379,6 +370,51 @@ def test_per_head_weights() -> None:
     for head in range(3):
         want = norms.rms_norm(X[:, head], weight[head], weight[head] + 1)
         np.testing.assert_array_equal(y[:, head], want)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_groups_are_heads_of_a_view(norm: str) -> None:
+    x, weight, dout = X.reshape(2, 12), np.arange(12, dtype=F32), DOUT.reshape(2, 12)
+    forward = getattr(norms, f"{norm}_norm_forward")
+    got, wanted = forward(x, weight, groups=3), forward(X, weight.reshape(3, 4), per_head=True)
+    np.testing.assert_array_equal(got[0], wanted[0].reshape(2, 12))
+    for statistic, expected in zip(got[1:], wanted[1:], strict=True):
+        np.testing.assert_array_equal(statistic, expected)
+    backward = getattr(norms, f"{norm}_norm_backward")
+    statistics = dict(zip(("rstd",) if norm == "rms" else ("mean", "rstd"), got[1:], strict=True))
+    gradients = backward(dout, x, weight, groups=3, bias=weight, **statistics)
+    heads = weight.reshape(3, 4)
+    expected = backward(DOUT, X, heads, per_head=True, bias=heads, **statistics)
+    for gradient, want in zip(gradients, expected, strict=True):
+        np.testing.assert_array_equal(gradient, want.reshape(gradient.shape))
+
+
+def test_masks_count_rows_and_not_groups() -> None:
+    x = X.reshape(2, 12)
+    y = norms.rms_norm(x, groups=3, valid_rows=np.array(1), masked="zero")
+    z = norms.rms_norm(x, groups=3, where=np.array([True, False]), masked="zero")
+    want = norms.rms_norm(x, groups=3)
+    want[1] = 0
+    np.testing.assert_array_equal(y, want)
+    np.testing.assert_array_equal(z, want)
+
+
+def test_partial_takes_its_statistic_from_the_first_columns() -> None:
+    y, rstd = norms.rms_norm_forward(X, W, partial=3)
+    np.testing.assert_array_equal(rstd, norms.rms_norm_forward(X[..., :3])[1])
+    np.testing.assert_array_equal(y, X * rstd[..., None] * W)
+    np.testing.assert_array_equal(norms.rms_norm(X, W, partial=4), norms.rms_norm(X, W))
+    grouped = norms.rms_norm(X.reshape(2, 12), groups=3, partial=3)
+    np.testing.assert_array_equal(grouped.reshape(X.shape), norms.rms_norm(X, partial=3))
+
+
+def test_bound_norms_take_groups_and_partial() -> None:
+    x, weight = X.reshape(2, 12), np.arange(12, dtype=F32)
+    options: dict[str, Any] = {"groups": 3, "partial": 2}
+    want = norms.rms_norm(x, weight, **options)
+    np.testing.assert_array_equal(norms.bind_rms_norm(weight, **options)(x), want)
+    want = norms.layer_norm(x, weight, groups=3)
+    np.testing.assert_array_equal(norms.bind_layer_norm(weight, groups=3)(x), want)
 
 
 @pytest.mark.parametrize("scale", [2, 2.0, np.float32(2), np.int16(2), ml_dtypes.bfloat16(2)])

@@ -194,6 +194,32 @@ OPTION_CASES = [
         W,
         per_head=True,
     ),
+    case(rms, TypeError, "groups must be an int, got float", X, groups=2.0),
+    case(rms, TypeError, "groups must be an int, got True", X, groups=True),
+    case(rms, ValueError, "groups must be at least 1, got 0", X, groups=0),
+    case(rms, ValueError, "groups must divide x's hidden size 4, got 3", X, groups=3),
+    case(rms, ValueError, "groups must be 1 with per_head=True, got 2", X, groups=2, per_head=True),
+    case(
+        rms,
+        ValueError,
+        "groups must be 1 where 2 axes are normalised, got 2",
+        X,
+        groups=2,
+        axis=(-2, -1),
+    ),
+    case(rms, ValueError, "weight must have shape (4,), got (2, 2)", X, new((2, 2)), groups=2),
+    case(
+        rms_forward,
+        ValueError,
+        "rstd_out must have shape (2, 3, 2), got (2, 3)",
+        X,
+        groups=2,
+        rstd_out=new(ROWS),
+    ),
+    case(rms, TypeError, "partial must be an int, got float", X, partial=2.0),
+    case(rms, ValueError, "partial must be at least 1, got 0", X, partial=0),
+    case(rms, ValueError, "partial must be at most 4, the size of a row, got 5", X, partial=5),
+    case(rms, ValueError, "partial must be at most 2, the ", X, partial=3, groups=2),
     case(rms, ValueError, "masked must be 'keep' or 'zero', got 'drop'", X, masked="drop"),
     case(rms, TypeError, "masked must be a string, got None", X, masked=None),
 ]
@@ -611,11 +637,28 @@ WARMUP_CASES = [
     case(
         warm,
         TypeError,
-        "calls[0] must have keys of op, hidden_size, cast, per_head, masked, dtype, weight_dtype, "
-        "bias_dtype, residual_dtype, out_dtype, dout_dtype, dweight_dtype, got 'size'",
+        "calls[0] must have keys of op, hidden_size, cast, per_head, masked, groups, partial, "
+        "dtype, weight_dtype, bias_dtype, residual_dtype, out_dtype, dout_dtype, dweight_dtype, "
+        "got 'size'",
         calls=[{"op": "rms_norm", "size": 64}],
     ),
     case(warm, TypeError, "calls[0] must have keys of op, ", calls=[{1: 2}]),
+    case(
+        warm,
+        ValueError,
+        "partial must be None, since the call has no such option",
+        "layer_norm",
+        partial=4,
+        **SIZE,
+    ),
+    case(
+        warm,
+        ValueError,
+        "groups must be 1, since the call has no such option, got 2",
+        "qk_norm",
+        groups=2,
+        **SIZE,
+    ),
     case(
         warm,
         ValueError,
@@ -708,6 +751,7 @@ BACKWARD = [
         (TypeError, "valid_rows must be int32 or int64", {"valid_rows": new((1,))}),
         (ValueError, "weight_offset must be 0 without a weight", {"weight_offset": 1.0}),
         (TypeError, "per_head must be True or False", {"per_head": None}),
+        (ValueError, "groups must divide", {"groups": 3}),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )

@@ -358,7 +358,7 @@ def test_arguments_address_the_rows(launches: list[Launched], x_layout: str, y_l
     assert (arguments["eps"], arguments["weight_offset"]) == (0.125, 2.0)
     for absent in ("bias", "where", "valid_rows", "mean", "rstd"):
         assert arguments[absent] == 0
-    inner_rows = arguments["inner_rows"]
+    inner_rows = arguments["inner_rows.count"]
     split = inner_rows != 15
     for name, array in names.items():
         for row, index in enumerate(np.ndindex(shape[:-1])):

@@ -30,6 +30,7 @@ def test_a_plan_follows_from_size_dtypes_and_architecture_alone() -> None:
         "x_dtype",
         "staged_itemsize",
         "arch",
+        "partial",
     ]
 
 

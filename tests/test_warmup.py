@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import threading
 import types
@@ -26,6 +27,18 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"per_head": True},
     {"weight_dtype": None},
     {"cast": "before_weight", "bias_dtype": "float16"},
+    {"groups": 4, "masked": "zero"},
+)
+OPERATIONS = (
+    "rms_norm",
+    "layer_norm_forward",
+    "add_rms_norm",
+    "rms_norm_backward",
+    "add_layer_norm_backward",
+)
+CALLS = (
+    *itertools.product(OPERATIONS, OPTIONS),
+    *((op, {"partial": 30}) for op in OPERATIONS if "rms" in op),
 )
 
 
@@ -42,7 +55,8 @@ def launched(op: str, rows: int, hidden_size: int, options: dict[str, Any]) -> s
     if "masked" in options:
         parameters |= {"where": np.ones(shape[:-1], bool), "masked": options["masked"]}
         parameters["valid_rows"] = np.array(rows, np.int32)
-    parameters |= {name: options[name] for name in ("per_head", "cast") if name in options}
+    names = ("per_head", "cast", "groups", "partial")
+    parameters |= {name: options[name] for name in names if name in options}
     with recorded(90, SM_COUNT) as launches:
         if op.endswith("_backward"):
             forward = [x, x] if op.startswith("add_") else [x]
@@ -56,17 +70,7 @@ def launched(op: str, rows: int, hidden_size: int, options: dict[str, Any]) -> s
     return {launch.specialisation for launch in launches}
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize(
-    "op",
-    [
-        "rms_norm",
-        "layer_norm_forward",
-        "add_rms_norm",
-        "rms_norm_backward",
-        "add_layer_norm_backward",
-    ],
-)
+@pytest.mark.parametrize(("op", "options"), CALLS, ids=str)
 def test_calls_find_their_kernels(
     op: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,7 +82,8 @@ def test_calls_find_their_kernels(
         for name in ("residual_dtype", "out_dtype", "dout_dtype", "dweight_dtype"):
             dtypes[name] = None
         others = [options.get("cast", "once"), options.get("per_head", False)]
-        call = check_warmup(op, hidden_size, *others, options.get("masked"), **dtypes)
+        others += [options.get("masked"), options.get("groups", 1), options.get("partial")]
+        call = check_warmup(op, hidden_size, *others, **dtypes)
         built = {specialisation for specialisation, _ in _cuda_warmup.specialisations(call, 0)}
         for rows in ROWS:
             missing = launched(op, rows, hidden_size, options) - built
