@@ -173,9 +173,7 @@ def backward_fault(
     return ""
 
 
-def _fault(
-    plan: Plan, kernels: tuple[str, ...], hidden_size: int, itemsize: int, arch: int
-) -> str:
+def _fault(plan: Plan, kernels: tuple[str, ...], hidden_size: int, itemsize: int, arch: int) -> str:
     if plan.kernel not in kernels:
         return f"kernel must be one of {', '.join(kernels)}, got {plan.kernel[:40]!r}"
     threads = plan.threads_per_row

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from . import __version__, _bench, _info, _study, layer_norm, rms_norm
+from . import __version__, _bench, _info, _study, _tools, _tune, layer_norm, rms_norm
 from ._dtypes import ROW_DTYPES, numpy_dtype
 from ._progress import Progress
 
@@ -91,6 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser(
         "info", help="versions, devices, and why the GPU is not used if it is not"
     )
+    info.add_argument(
+        "--plans", metavar="FILE", help="load this plan file first, or say why it is refused"
+    )
     info.set_defaults(run=run_info)
 
     demo = commands.add_parser(
@@ -125,12 +128,20 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--commit", help="the commit that --json names")
     demo.set_defaults(run=run_demo)
     _study.add_parser(commands).set_defaults(run=run_study)
+    _tune.add_parser(commands).set_defaults(run=run_tune)
     return parser
 
 
 def run_info(args: argparse.Namespace) -> int:
     """Print what was found, one fact a line."""
-    found = _info.info()
+    if args.plans is not None:
+        try:
+            _tools.load_plans(args.plans)
+        except OSError as error:
+            raise UsageError(f"cannot read {args.plans}: {error.strerror or error}") from error
+        except (RuntimeError, ValueError) as error:
+            raise UsageError(str(error)) from error
+    found = _tools.info()
     reason, devices = found.pop("reason"), found.pop("devices")
     rows: Rows = [
         (
@@ -142,7 +153,7 @@ def run_info(args: argparse.Namespace) -> int:
     ]
     for name, value in found.items():
         text = ", ".join(value) if isinstance(value, list) else value
-        rows.append((name, text or "not found"))
+        rows.append((name, text or ("none" if name.startswith("plan_file") else "not found")))
     print_rows("cupy-rmsnorm info", rows)
     if reason:
         print(f"The GPU is not used: {reason}")
@@ -154,6 +165,14 @@ def run_study(args: argparse.Namespace) -> int:
     try:
         return _study.run(args, Progress)
     except _study.StudyError as error:
+        raise UsageError(str(error)) from error
+
+
+def run_tune(args: argparse.Namespace) -> int:
+    """Write the fastest plans on this GPU to a file."""
+    try:
+        return _tune.run(args, Progress)
+    except _tune.TuneError as error:
         raise UsageError(str(error)) from error
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,7 +23,17 @@ import numpy as np
 import pytest
 
 import cupy_rmsnorm as norms
-from cupy_rmsnorm import _cpu, _cuda, _device, _fast, _kernel, _libraries, _run
+from cupy_rmsnorm import (
+    _cpu,
+    _cuda,
+    _device,
+    _fast,
+    _info,
+    _kernel,
+    _libraries,
+    _plan_file,
+    _run,
+)
 from cupy_rmsnorm._kernel import DeviceProperties, Specialisation
 from tests.backends import missing
 
@@ -620,3 +632,66 @@ def test_both_roads_give_the_same_bits(function: str, statistics: str, in_place:
     assert roads == ["general", "short", "general", "general"]
     assert results[0] == results[1]
     assert len(set(results[0])) == len(results[0])
+
+
+# Loaded plans -------------------------------------------------------------------------------------
+
+PLAN = _plan_file.Key(_plan_file.OPS["rms_norm"], 4096, ("float16",)).candidates(90)[1]
+
+
+@pytest.fixture
+def plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file with a plan for rows of 4096, for the GPU here."""
+    monkeypatch.setattr(_info, "available", lambda: (True, ""))
+    monkeypatch.setattr(_kernel, "devices", lambda: [DeviceProperties(90, 132, "This GPU")])
+    entry = {"op": "rms_norm", "hidden_size": 4096, "dtypes": {"x": "float16"}}
+    document = {
+        "meta": {"device": "This GPU", "cupy_rmsnorm": norms.__version__},
+        "plans": [{**entry, "plan": dataclasses.asdict(PLAN)}],
+    }
+    path = tmp_path / "plans.json"
+    path.write_text(json.dumps(document))
+    yield path
+    norms.load_plans(None)
+
+
+def uses(launch: Launch) -> bool:
+    """Whether a launch is by the plan of the file."""
+    geometry = (PLAN.vec_size, PLAN.vecs_per_thread, PLAN.threads_per_row)
+    return launch.specialisation.template_arguments[7:10] == tuple(map(str, geometry))
+
+
+def test_repeated_calls_take_a_plan_from_when_it_is_loaded(
+    driver: Driver, library: Any, plans: Path
+) -> None:
+    x, weight = library.empty((ROWS, 4096)), library.empty((4096,))
+    bound = norms.bind_rms_norm(weight)
+    expected = []
+    for path in (None, plans, None):
+        norms.load_plans(path)
+        for short in (False, True):
+            norms.rms_norm(x, weight)
+            bound(x, x)
+            expected += 2 * [(path is not None, short)]
+    assert [(uses(launch), launch.short) for launch in driver.launches] == expected
+
+
+def test_a_call_during_which_plans_change_is_not_remembered(
+    driver: Driver, library: Any, plans: Path
+) -> None:
+    x = library.empty((ROWS, 4096))
+    launch = _kernel.launch
+
+    def load_first(*arguments: Any) -> Any:
+        norms.load_plans(plans)  # as another thread would
+        return launch(*arguments)
+
+    with mock.patch.object(_kernel, "launch", load_first):
+        norms.rms_norm(x)
+    norms.rms_norm(x)
+    norms.rms_norm(x)
+    assert [(uses(made), made.short) for made in driver.launches] == [
+        (False, False),
+        (True, False),
+        (True, True),
+    ]

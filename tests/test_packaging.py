@@ -24,7 +24,7 @@ KERNELS = sorted((CHECKOUT / "kernels_cu").iterdir())
 # From the top down: a module imports from lower lines only. CONTRIBUTING.md has the same picture.
 LAYERS = """
     cli
-    _study
+    _study _tune
     torch
     _torch_patch
     _torch_modules
