@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from . import _run
+from . import _roads
 from ._docs import Axis, CastOption, MaskedOption, documented
 
 ArrayT = TypeVar("ArrayT")
@@ -62,7 +62,7 @@ def rms_norm(
     >>> rms_norm(np.array([[1, 2, 3, 4]], np.float32), eps=0.0).round(4)
     array([[0.3651, 0.7303, 1.0954, 1.4606]], dtype=float32)
     """
-    return _run.normalize(
+    return _roads.normalize(
         "rms_norm",
         "rms",
         x,
@@ -125,7 +125,7 @@ def layer_norm(
     >>> layer_norm(np.array([[1, 2, 3, 4]], np.float32), eps=0.0).round(4)
     array([[-1.3416, -0.4472,  0.4472,  1.3416]], dtype=float32)
     """
-    return _run.normalize(
+    return _roads.normalize(
         "layer_norm",
         "layer",
         x,
@@ -199,7 +199,7 @@ def add_rms_norm(
     >>> residual_out
     array([[2., 4., 6., 8.]], dtype=float32)
     """
-    return _run.add_normalize(
+    return _roads.add_normalize(
         "add_rms_norm",
         "rms",
         x,
@@ -273,7 +273,7 @@ def add_layer_norm(
     >>> residual_out
     array([[2., 4., 6., 8.]], dtype=float32)
     """
-    return _run.add_normalize(
+    return _roads.add_normalize(
         "add_layer_norm",
         "layer",
         x,
@@ -344,4 +344,4 @@ def qk_norm(
     >>> qkv.round(2)[0, :, 1]
     array([ 1.26,  1.13,  1.09,  1.06,  1.05, 12.  ], dtype=float32)
     """
-    return _run.qk_forward(q, k, q_weight, k_weight, eps, weight_offset, cast, q_out, k_out)
+    return _roads.qk_norm(q, k, q_weight, k_weight, eps, weight_offset, cast, q_out, k_out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from . import _run
+from . import _roads
 from ._docs import Axis, CastOption, MaskedOption, documented
 
 ArrayT = TypeVar("ArrayT")
@@ -79,7 +79,7 @@ def rms_norm_backward(
     >>> dbias is None
     True
     """
-    gradients = _run.backward(
+    gradients = _roads.backward(
         "rms_norm_backward",
         "rms",
         dout,
@@ -168,7 +168,7 @@ def layer_norm_backward(
     >>> dweight is None
     True
     """
-    gradients = _run.backward(
+    gradients = _roads.backward(
         "layer_norm_backward",
         "layer",
         dout,
@@ -261,7 +261,7 @@ def add_rms_norm_backward(
     >>> dresidual is dx
     True
     """
-    gradients = _run.backward(
+    gradients = _roads.backward(
         "add_rms_norm_backward",
         "rms",
         dout,
@@ -356,7 +356,7 @@ def add_layer_norm_backward(
     >>> dresidual is dx
     True
     """
-    gradients = _run.backward(
+    gradients = _roads.backward(
         "add_layer_norm_backward",
         "layer",
         dout,

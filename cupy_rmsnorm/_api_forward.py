@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from . import _run
+from . import _roads
 from ._docs import Axis, CastOption, MaskedOption, documented
 
 ArrayT = TypeVar("ArrayT")
@@ -64,7 +64,7 @@ def rms_norm_forward(
     >>> rstd.round(4)
     array([0.2828], dtype=float32)
     """
-    outputs = _run.forward(
+    outputs = _roads.forward(
         "rms_norm_forward",
         "rms",
         x,
@@ -76,7 +76,6 @@ def rms_norm_forward(
         out=out,
         out_dtype=out_dtype,
         rstd_out=rstd_out,
-        statistics=True,
     )
     return outputs.y, outputs.rstd
 
@@ -135,7 +134,7 @@ def layer_norm_forward(
     >>> mean, rstd
     (array([2.], dtype=float32), array([1.], dtype=float32))
     """
-    outputs = _run.forward(
+    outputs = _roads.forward(
         "layer_norm_forward",
         "layer",
         x,
@@ -148,7 +147,6 @@ def layer_norm_forward(
         out_dtype=out_dtype,
         mean_out=mean_out,
         rstd_out=rstd_out,
-        statistics=True,
     )
     return outputs.y, outputs.mean, outputs.rstd
 
@@ -212,7 +210,7 @@ def add_rms_norm_forward(
     >>> rstd.round(4)
     array([0.1414], dtype=float32)
     """
-    outputs = _run.forward(
+    outputs = _roads.forward(
         "add_rms_norm_forward",
         "rms",
         x,
@@ -227,7 +225,6 @@ def add_rms_norm_forward(
         residual_out=residual_out,
         adds=True,
         rstd_out=rstd_out,
-        statistics=True,
     )
     return outputs.y, outputs.residual_out, outputs.rstd
 
@@ -293,7 +290,7 @@ def add_layer_norm_forward(
     >>> mean, rstd
     (array([4.], dtype=float32), array([0.5], dtype=float32))
     """
-    outputs = _run.forward(
+    outputs = _roads.forward(
         "add_layer_norm_forward",
         "layer",
         x,
@@ -309,6 +306,5 @@ def add_layer_norm_forward(
         adds=True,
         mean_out=mean_out,
         rstd_out=rstd_out,
-        statistics=True,
     )
     return outputs.y, outputs.residual_out, outputs.mean, outputs.rstd

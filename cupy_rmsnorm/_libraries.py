@@ -119,16 +119,16 @@ class _Torch(Library):
             _refuse.unsupported_array(
                 name, "a resolved tensor", "one with the negative bit set: use resolve_neg()"
             )
+        try:
+            pointer = value.data_ptr()
+        except RuntimeError:
+            _refuse.transformed(name)
         if value.requires_grad:
             if output:
                 _refuse.output_needs_gradient(name)
             if torch.is_grad_enabled():
                 _refuse.needs_gradient(name)
             value = value.detach()
-        try:
-            pointer = value.data_ptr()
-        except RuntimeError:
-            _refuse.unsupported_array(name, "a tensor with memory of its own", "a traced one")
         where = value.device
         if where.type not in ("cpu", "cuda"):
             _refuse.unreachable_device(name, str(where))

@@ -171,6 +171,37 @@ def has_tangent(name: str) -> NoReturn:
     )
 
 
+def transformed(name: str) -> NoReturn:
+    """Refuse a torch tensor that stands for others."""
+    raise TypeError(
+        f"{name} must be a tensor with memory of its own, got one within torch.func, whose "
+        "transforms (vmap, grad, jvp) this function has not: its leading axes are rows already"
+    )
+
+
+def output_while_recorded(name: str, recorded: str) -> NoReturn:
+    """Refuse a given output of a call that autograd records."""
+    raise RuntimeError(
+        f"{recorded} requires grad, and values that are written into a given {name} have no "
+        f"gradient: leave {name} out, or call it under torch.no_grad()"
+    )
+
+
+def kept_rows_while_recorded(recorded: str) -> NoReturn:
+    """Refuse rows that are left untouched in a call that autograd records."""
+    raise ValueError(
+        f"masked must be 'zero' where {recorded} requires grad, got 'keep': pass masked='zero', or "
+        "call it under torch.no_grad()"
+    )
+
+
+def second_derivative() -> NoReturn:
+    """Refuse to differentiate a gradient."""
+    raise RuntimeError(
+        "a gradient of a norm cannot be differentiated once more: it is not recorded"
+    )
+
+
 def misaligned(name: str, itemsize: int, got: int) -> NoReturn:
     """Refuse an array whose elements a GPU cannot load."""
     raise ValueError(

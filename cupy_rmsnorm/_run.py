@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The road of every call: border -> check -> backend -> border.
+"""The general road of a call: border -> check -> backend -> border.
 
 Border and check come at the first call: they are half of what an import of the package would cost.
 """
@@ -79,82 +79,6 @@ def _require_cupy() -> None:
         raise RuntimeError(f"the GPU backend cannot run: {reason}") from error
 
 
-def normalize(
-    function: str,
-    norm: Norm,
-    x: ArrayT,
-    weight: object,
-    bias: object,
-    options: Values,
-    where: object,
-    valid_rows: object,
-    out: ArrayT | None,
-    out_dtype: object,
-) -> ArrayT:
-    """Run rms_norm or layer_norm."""
-    kept = None
-    if where is None and valid_rows is None:
-        kept = _fast.kept(function, options, out_dtype)
-        if kept is not None:
-            done = _fast.forward(kept, x, None, weight, bias, out, None)
-            if done is not None:
-                return done[0]  # type: ignore[no-any-return]
-    return forward(
-        function,
-        norm,
-        x,
-        weight,
-        bias,
-        options,
-        where=where,
-        valid_rows=valid_rows,
-        out=out,
-        out_dtype=out_dtype,
-        kept=kept,
-    ).y
-
-
-def add_normalize(
-    function: str,
-    norm: Norm,
-    x: ArrayT,
-    residual: object,
-    weight: object,
-    bias: object,
-    options: Values,
-    where: object,
-    valid_rows: object,
-    out: ArrayT | None,
-    out_dtype: object,
-    residual_out: ArrayT | None,
-) -> tuple[ArrayT, ArrayT]:
-    """Run add_rms_norm or add_layer_norm."""
-    kept = None
-    if where is None and valid_rows is None and residual is not None:
-        kept = _fast.kept(function, options, out_dtype)
-        if kept is not None:
-            done = _fast.forward(kept, x, residual, weight, bias, out, residual_out)
-            if done is not None:
-                return done[0], done[1]
-    outputs = forward(
-        function,
-        norm,
-        x,
-        weight,
-        bias,
-        options,
-        where=where,
-        valid_rows=valid_rows,
-        out=out,
-        out_dtype=out_dtype,
-        residual=residual,
-        residual_out=residual_out,
-        adds=True,
-        kept=kept,
-    )
-    return outputs.y, outputs.residual_out
-
-
 def forward(
     function: str,
     norm: Norm,
@@ -177,10 +101,10 @@ def forward(
 ) -> Outputs[ArrayT]:
     """Run one forward function; `adds` and `statistics` say which of its kind it is.
 
-    `kept` is given where a later call like this one may take the short road.
+    `kept` is given where the short road was tried, and a later call like this one may take it.
     """
     masked = where is not None or valid_rows is not None
-    if statistics and not masked and mean_out is None and rstd_out is None:
+    if kept is None and not masked and mean_out is None and rstd_out is None:
         kept = _fast.kept(function, options, out_dtype)
         if kept is not None and (residual is not None) == adds:
             done = _fast.forward(kept, x, residual, weight, bias, out, residual_out)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from . import _fast, _run
+from . import _fast, _roads, _run
 from ._call import Norm, WarmupCall
 from ._docs import Axis, CastOption, MaskedOption, documented
 
@@ -49,21 +49,23 @@ class BoundNorm:
 
     def __call__(self, x: ArrayT, out: ArrayT | None = None) -> ArrayT:
         """Normalise `x`; `out` is as in the function that this binds."""
-        if self._kept is not None:
+        if self._kept is not None and not _roads.traced(x):
             done = _fast.forward(self._kept, x, None, self._weight, self._bias, out, None)
             if done is not None:
                 return done[0]  # type: ignore[no-any-return]
-        return _run.forward(
+        return _roads.normalize_anew(
             self._function,
             self._norm,
             x,
             self._weight,
             self._bias,
             self._options,
-            out=out,
-            out_dtype=self._out_dtype,
-            kept=self._kept,
-        ).y
+            None,
+            None,
+            out,
+            self._out_dtype,
+            self._kept,
+        )
 
     def __repr__(self) -> str:
         return f"<bound {self._function}>"

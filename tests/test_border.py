@@ -369,7 +369,16 @@ def test_tensor_that_requires_grad_is_never_detached(torch: Any, name: str) -> N
     tensors = {"x": torch.from_numpy(X), "weight": torch.from_numpy(W), "bias": torch.ones(4)}
     tensors[name] = tensors[name].clone().requires_grad_()
     with pytest.raises(RuntimeError, match=rf"^{name} requires grad, .* torch\.no_grad\(\)"):
-        norms.rms_norm(**tensors)
+        norms.rms_norm_forward(**tensors)
+    with pytest.raises(RuntimeError, match=rf"^{name} requires grad, .* torch\.no_grad\(\)"):
+        norms.rms_norm(**tensors, out=torch.empty(2, 3, 4))
+    assert norms.rms_norm(**tensors).requires_grad
+
+
+def test_array_of_another_library_gives_no_road_to_autograd(torch: Any) -> None:
+    weight = torch.from_numpy(W).requires_grad_()
+    with pytest.raises(RuntimeError, match=r"^weight requires grad, .* torch\.no_grad\(\)"):
+        norms.rms_norm(X, weight)
 
 
 def test_gradient_inputs_that_require_grad_are_refused(torch: Any) -> None:
@@ -427,10 +436,13 @@ TORCHS_OWN = "ignore:`torch.jit.script` is deprecated"  # raised by forward_ad's
 def test_torch_transforms_are_refused(torch: Any) -> None:
     message = r"^x must be a tensor with memory of its own, got "
     x = torch.from_numpy(X)
-    with pytest.raises(TypeError, match=message + "a traced one$"):
-        torch.func.vmap(norms.rms_norm)(x)
-    with pytest.raises(TypeError, match=message + "a traced one$"):
-        torch.func.jvp(norms.rms_norm, (x,), (x,))
+    for call in (
+        lambda: torch.func.vmap(norms.rms_norm)(x),
+        lambda: torch.func.jvp(norms.rms_norm, (x,), (x,)),
+        lambda: torch.func.grad(lambda x: norms.rms_norm(x).sum())(x),
+    ):
+        with pytest.raises(TypeError, match=message + r"one within torch\.func, .*vmap"):
+            call()
     with pytest.raises(TypeError, match=message + "one without$"):
         torch.func.functionalize(norms.rms_norm)(x)
     with pytest.raises(TypeError, match=message + "one without$"):

@@ -235,6 +235,16 @@ def test_backward_kernels_on_torch_tensors(row: kernels.BackwardRow, torch: Modu
     backend.verify()
 
 
+@pytest.mark.parametrize("row", kernels.PAIRS, ids=lambda row: row.name)
+def test_pairs(row: kernels.PairRow, cupy: ModuleType, launches: Launches) -> None:
+    backend = Cupy()
+    row.run(backend)
+    backend.verify()
+    properties = _kernel.device_properties(0)
+    expected = row.specialisations(properties.arch, properties.sm_count)
+    assert launches.specialisations == list(expected)
+
+
 def test_the_gpu_grants_the_shared_memory_of_its_plans(cupy: ModuleType) -> None:
     runtime = cupy.cuda.runtime
     granted = runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, 0)
@@ -819,7 +829,7 @@ def test_parameters_of_torch(torch: ModuleType) -> None:
     assert torch.equal(got, expected)
     assert torch.equal(learned, expected)
     with pytest.raises(RuntimeError, match=r"torch\.no_grad"):
-        cupy_rmsnorm.rms_norm(x, weight)
+        cupy_rmsnorm.rms_norm_forward(x, weight)
 
 
 class Exporter:
