@@ -2,19 +2,20 @@
 """What NVRTC makes of the kernels, on a machine without a GPU: registers, spills, SASS.
 
 The modules come from `cupy.RawModule` as the library's do, with its options, headers and name
-mapping. `python -m tests.compiled [ARCH ...]` writes benchmarks/results/resources.json.
+mapping. `python -m tests.compiled` brings benchmarks/results/resources.json up to date (under CUDA
+13's NVRTC resources_cuda13.json): it compiles what has changed since that was written.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
 import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tempfile
 from collections import Counter
@@ -32,7 +33,8 @@ from cupy_rmsnorm._kernel import Specialisation
 from tests import kernels
 
 ARCHS = (75, 80, 86, 89, 90, 100, 120)
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "resources.json"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+COLUMNS = ["registers", "spill_bytes", "shared_bytes"]
 UNIT = 50  # specialisations a module
 
 
@@ -77,9 +79,9 @@ def _no_device(arch: int) -> Iterator[None]:
 
 
 def compile_kernels(
-    specialisations: Iterable[Specialisation], arch: int
+    specialisations: Iterable[Specialisation], arch: int, listing: bool = True
 ) -> dict[Specialisation, Resources]:
-    """Compile all of them for `arch` and say what each takes."""
+    """Compile all of them for `arch` and say what each takes; loads and stores by a `listing`."""
     families: dict[str, list[Specialisation]] = {}
     for item in dict.fromkeys(specialisations):
         families.setdefault(item.kernel, []).append(item)
@@ -90,7 +92,7 @@ def compile_kernels(
     ]
     found: dict[Specialisation, Resources] = {}
     with _no_device(arch), ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC frees the GIL
-        for resources in pool.map(_compile_module, modules):
+        for resources in pool.map(lambda module: _compile_module(module, listing), modules):
             found |= resources
     return found
 
@@ -117,16 +119,19 @@ def _module(specialisations: list[Specialisation], log: io.StringIO | None) -> A
     return module.module
 
 
-def _compile_module(specialisations: list[Specialisation]) -> dict[Specialisation, Resources]:
+def _compile_module(
+    specialisations: list[Specialisation], listing: bool
+) -> dict[Specialisation, Resources]:
     log = io.StringIO()
     compiled = _module(specialisations, log)
     usage = _usage(log.getvalue())
-    listing = _disassemble(compiled.cubin)
+    sass = _disassemble(compiled.cubin) if listing else {}
     found = {}
     for item in specialisations:
         name = compiled.mapping[item.name_expression]
         registers, stack, spills, shared = usage[name]
-        found[item] = Resources(registers, stack, spills, shared, *_memory(listing[name]))
+        memory = _memory(sass.get(name, ""))
+        found[item] = Resources(registers, stack, spills, shared, *memory)
     return found
 
 
@@ -210,35 +215,18 @@ def uses(arch: int, every: int = 1, first: int = 0) -> tuple[Use, ...]:
                 row.forced is not None,
             )
         )
-    for backward in kernels.BACKWARD[first::every]:
-        found += [
-            Use(
-                backward.name,
-                launched.specialisation,
-                launched.block,
-                launched.shared_bytes,
-                backward.forced is not None,
-            )
-            for launched in backward.launches(arch)
-        ]
+    found += [
+        Use(
+            row.name,
+            launched.specialisation,
+            launched.block,
+            launched.shared_bytes,
+            isinstance(row, kernels.BackwardRow) and row.forced is not None,
+        )
+        for row in (*kernels.BACKWARD[first::every], *kernels.PAIRS[first::every])
+        for launched in row.launches(arch)
+    ]
     return tuple(found)
-
-
-def table(archs: Iterable[int] = ARCHS) -> dict[str, dict[str, list[int]]]:
-    """Kernel -> architecture -> registers, bytes of spills and of static shared memory."""
-    entries: dict[str, dict[str, list[int]]] = {}
-    for arch in archs:
-        found = compile_kernels((use.specialisation for use in uses(arch)), arch)
-        for item, resources in found.items():
-            numbers = [resources.registers, resources.spill_bytes, resources.shared_bytes]
-            entries.setdefault(item.name_expression, {})[f"sm_{arch}"] = numbers
-    return entries
-
-
-def recorded() -> dict[str, dict[str, list[int]]]:
-    """What `table` gave when RESULTS was written."""
-    rows = json.loads(RESULTS.read_text())["rows"]
-    return {row.pop("kernel"): row for row in rows}
 
 
 def versions() -> dict[str, str]:
@@ -249,22 +237,59 @@ def versions() -> dict[str, str]:
     return {"nvrtc": f"{major}.{minor}", "cupy": cupy.__version__}
 
 
+def results() -> Path:
+    """The file of this NVRTC."""
+    cuda13 = versions()["nvrtc"].startswith("13.")
+    return RESULTS / ("resources_cuda13.json" if cuda13 else "resources.json")
+
+
+Table = dict[str, dict[str, list[int]]]  # kernel -> architecture -> COLUMNS
+
+
+def recorded() -> tuple[dict[str, Any], Table]:
+    """The meta and the table as they were written; nothing where they were not."""
+    if not results().exists():
+        return {}, {}
+    content = json.loads(results().read_text())
+    return content["meta"], {row.pop("kernel"): row for row in content["rows"]}
+
+
+def update(sources: dict[str, str]) -> Table:
+    """The whole table; what is recorded with the same NVRTC and sources is not compiled again."""
+    meta, before = recorded()
+    if meta.get("nvrtc") != versions()["nvrtc"]:
+        before = {}
+    old = meta.get("sources", {})
+    entries: Table = {}
+    for arch in ARCHS:
+        missing = []
+        for item in dict.fromkeys(use.specialisation for use in uses(arch)):
+            numbers = before.get(item.name_expression, {}).get(f"sm_{arch}")
+            if numbers is None or old.get(item.kernel) != sources[item.kernel]:
+                missing.append(item)
+            else:
+                entries.setdefault(item.name_expression, {})[f"sm_{arch}"] = numbers
+        for item, found in compile_kernels(missing, arch, listing=False).items():
+            numbers = [found.registers, found.spill_bytes, found.shared_bytes]
+            entries.setdefault(item.name_expression, {})[f"sm_{arch}"] = numbers
+        print(f"sm_{arch}: {len(missing)} compiled", flush=True)
+    return entries
+
+
 def main() -> None:
-    """Write the table, or renew the architectures that are named."""
-    archs = tuple(map(int, sys.argv[1:])) or ARCHS
-    entries = table(archs)
-    if archs != ARCHS:
-        for kernel, before in recorded().items():
-            kept = {arch: n for arch, n in before.items() if int(arch[3:]) not in archs}
-            entries[kernel] = {**kept, **entries.get(kernel, {})}
+    """Write the table."""
+    used = {use.specialisation.kernel for arch in ARCHS for use in uses(arch)}
+    sources = {
+        kernel: hashlib.sha256(_source.load(kernel).encode()).hexdigest()[:16]
+        for kernel in sorted(used)
+    }
+    entries = update(sources)
     rows = [
         json.dumps({"kernel": kernel, **{arch: numbers[arch] for arch in sorted(numbers)}})
         for kernel, numbers in sorted(entries.items())
-        if numbers
     ]
-    columns = ["registers", "spill_bytes", "shared_bytes"]
-    meta = json.dumps({**versions(), "columns": columns})
-    RESULTS.write_text(f'{{"meta": {meta},\n"rows": [\n' + ",\n".join(rows) + "\n]}\n")
+    meta = json.dumps({**versions(), "columns": COLUMNS, "sources": sources})
+    results().write_text(f'{{"meta": {meta},\n"rows": [\n' + ",\n".join(rows) + "\n]}\n")
 
 
 if __name__ == "__main__":

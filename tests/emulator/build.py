@@ -150,7 +150,10 @@ def _precompiled_header(flags: Sequence[str]) -> Path:
     with _header_lock:
         if not (folder / "device.h.gch").exists():
             folder.mkdir(exist_ok=True)
-            shutil.copyfile(CUDA / "device.h", header)
+            # In one step, as in `_compile`: another process may be about to include it.
+            copy = header.with_name(f"device.h.{os.getpid()}")
+            shutil.copyfile(CUDA / "device.h", copy)
+            copy.replace(header)
             _compile([*flags, "-x", "c++-header", str(header)], folder / "device.h.gch")
     return header
 
