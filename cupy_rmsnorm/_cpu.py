@@ -791,6 +791,12 @@ def forward(call: Forward) -> None:
             _Forward(call)()
 
 
+def forward_pair(q: Forward, k: Forward) -> None:
+    """Compute both halves of qk_norm."""
+    forward(q)
+    forward(k)
+
+
 def backward(call: Backward) -> None:
     """Compute a checked backward call into its outputs."""
     if call.rows:

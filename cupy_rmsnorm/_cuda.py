@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from . import _cuda_backward, _kernel, _plan_file
@@ -11,7 +12,15 @@ from ._device import current_device
 from ._dtypes import TABLE
 from ._kernel import Specialisation
 from ._operands import Operands
-from ._plan import VECTOR_BYTES, Launch, Plan, choose_launch, choose_plan
+from ._plan import (
+    VECTOR_BYTES,
+    Launch,
+    PairLaunch,
+    Plan,
+    choose_launch,
+    choose_pair_launch,
+    choose_plan,
+)
 
 _MASKS = {None: "ALL_ROWS", "keep": "KEEP_OTHERS", "zero": "ZERO_OTHERS"}
 _FORWARD_OUTPUTS = frozenset(("y", "residual_out", "mean", "rstd"))
@@ -75,24 +84,7 @@ def forward(call: Forward, plan: Plan | None = None) -> _kernel.Launched | None:
         return None
     kind = ForwardKind.of(call)
     with current_device(call.space.device.index):
-        operands = Operands(
-            call,
-            rows={
-                "x": call.x,
-                "residual": call.residual,
-                "y": call.y,
-                "residual_out": call.residual_out,
-            },
-            others={
-                "weight": call.weight if isinstance(call.weight, Array) else None,
-                "bias": call.bias if isinstance(call.bias, Array) else None,
-                "where": call.where,
-                "valid_rows": call.valid_rows,
-                "mean": call.mean,
-                "rstd": call.rstd,
-            },
-            outputs=_FORWARD_OUTPUTS,
-        )
+        operands = _operands(call)
         device = call.space.device.index
         properties = _kernel.device_properties(device)
         plan = plan or forward_plan(kind, call.hidden_size, device)
@@ -104,7 +96,7 @@ def forward(call: Forward, plan: Plan | None = None) -> _kernel.Launched | None:
             launch,
             arch=properties.arch,
             aligned=operands.aligned(plan.vec_size, VECTOR_BYTES),
-            split_rows=call.per_head or operands.layout.inner_rows != call.rows,
+            split_rows=_splits_rows(call, operands),
         )
         function = _kernel.function(specialisation, device, launch.shared_bytes)
         packed = _kernel.pack(
@@ -117,10 +109,73 @@ def forward(call: Forward, plan: Plan | None = None) -> _kernel.Launched | None:
         return launched
 
 
+def forward_pair(q: Forward, k: Forward) -> _kernel.Launched | None:
+    """Run both halves of qk_norm: in one launch where one kernel computes either."""
+    kind, device = ForwardKind.of(q), q.space.device.index
+    alike = kind == dataclasses.replace(ForwardKind.of(k), per_head=kind.per_head)
+    plan = forward_plan(kind, q.hidden_size, device)
+    if not alike or q.rows == 0 or k.rows == 0 or plan.kernel != "norm_forward":
+        forward(q)
+        forward(k)
+        return None
+    with current_device(device):
+        halves = {"q": (q, _operands(q)), "k": (k, _operands(k))}
+        launch = choose_pair_launch(
+            plan, q.rows, k.rows, _kernel.device_properties(device).sm_count
+        )
+        specialisation = specialise_pair(
+            kind,
+            q.hidden_size,
+            plan,
+            launch,
+            aligned=all(o.aligned(plan.vec_size, VECTOR_BYTES) for _, o in halves.values()),
+            split_rows=any(_splits_rows(*half) for half in halves.values()),
+        )
+        arguments: dict[str, float] = {"q_blocks": launch.q_blocks}
+        for name, half in halves.items():
+            arguments |= {f"{name}.{key}": v for key, v in _forward_arguments(*half).items()}
+        launched = _kernel.launch(
+            _kernel.function(specialisation, device),
+            launch.grid,
+            launch.block,
+            0,
+            q.space.stream,
+            _kernel.pack("norm_forward_pair", TABLE[kind.x].accumulation or "", arguments),
+        )
+        for _, operands in halves.values():
+            operands.finish()
+        return launched
+
+
 def backward(call: Backward, plan: Plan | None = None) -> None:
     """Run a checked backward call on the GPU of its arrays; `plan` is as in `forward`."""
     with current_device(call.space.device.index):
         _cuda_backward.backward(call, plan)
+
+
+def _operands(call: Forward) -> Operands:
+    return Operands(
+        call,
+        rows={
+            "x": call.x,
+            "residual": call.residual,
+            "y": call.y,
+            "residual_out": call.residual_out,
+        },
+        others={
+            "weight": call.weight if isinstance(call.weight, Array) else None,
+            "bias": call.bias if isinstance(call.bias, Array) else None,
+            "where": call.where,
+            "valid_rows": call.valid_rows,
+            "mean": call.mean,
+            "rstd": call.rstd,
+        },
+        outputs=_FORWARD_OUTPUTS,
+    )
+
+
+def _splits_rows(call: Forward, operands: Operands) -> bool:
+    return call.per_head or operands.layout.inner_rows != call.rows
 
 
 def _forward_arguments(call: Forward, operands: Operands) -> dict[str, float]:
@@ -138,6 +193,23 @@ def _forward_arguments(call: Forward, operands: Operands) -> dict[str, float]:
     arguments |= _kernel.row_count("inner_rows", operands.layout.inner_rows)
     arguments |= _kernel.row_count("mask_rows", call.mask_rows)
     return arguments | operands.places(_kernel.FORWARD_PARAMETERS, _ROW_ARRAYS)
+
+
+def specialise_pair(
+    kind: ForwardKind,
+    hidden_size: int,
+    plan: Plan,
+    launch: PairLaunch,
+    *,
+    aligned: bool,
+    split_rows: bool,
+) -> Specialisation:
+    """The instantiation that computes q and k, both of `kind`, by `plan`."""
+    alone = specialise_forward(
+        kind, hidden_size, plan, launch, arch=0, aligned=aligned, split_rows=split_rows
+    )
+    _, y, x, _, weight, _, _, *geometry_and_flags, _, _ = alone.template_arguments
+    return Specialisation("norm_forward_pair", (y, x, weight, *geometry_and_flags))
 
 
 def specialise_forward(

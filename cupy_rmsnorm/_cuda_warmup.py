@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from . import _kernel
 from ._call import Array, Backward, Device, Norm, WarmupCall
-from ._cuda import ForwardKind, forward_plan, specialise_forward
+from ._cuda import ForwardKind, forward_plan, specialise_forward, specialise_pair
 from ._cuda_backward import Run
 from ._device import current_device
 from ._kernel import Specialisation
-from ._plan import choose_launch
+from ._plan import choose_launch, choose_pair_launch
 from ._plan_backward import BackwardLaunch
 from ._progress import Progress
 
@@ -48,7 +48,9 @@ def specialisations(call: WarmupCall, device: int) -> Iterator[Built]:
     """What calls like this one may take, for any number of contiguous, aligned rows."""
     mask_dtypes: tuple[str, ...] = ("int64",) if call.masked is None else ("int64", "int32")
     for valid_rows in mask_dtypes:
-        if call.op.endswith("_backward"):
+        if call.op == "qk_norm":
+            yield from _pair(call, device)
+        elif call.op.endswith("_backward"):
             yield from _backward(call, valid_rows, device)
         else:
             yield from _forward(call, valid_rows, device)
@@ -58,9 +60,8 @@ def _norm(call: WarmupCall) -> Norm:
     return "layer" if "layer_norm" in call.op else "rms"
 
 
-def _forward(call: WarmupCall, valid_rows: str, device: int) -> Iterator[Built]:
-    properties = _kernel.device_properties(device)
-    kind = ForwardKind(
+def _forward_kind(call: WarmupCall, valid_rows: str = "int64") -> ForwardKind:
+    return ForwardKind(
         norm=_norm(call),
         y=call.out_dtype,
         x=call.dtype,
@@ -73,6 +74,26 @@ def _forward(call: WarmupCall, valid_rows: str, device: int) -> Iterator[Built]:
         per_head=call.per_head,
         partial=call.partial is not None,
     )
+
+
+def _pair(call: WarmupCall, device: int) -> Iterator[Built]:
+    """Of qk_norm, whose q and k are as often parts of a packed buffer as arrays of their own."""
+    kind, sm_count = _forward_kind(call), _kernel.device_properties(device).sm_count
+    plan = forward_plan(kind, call.hidden_size, device)
+    if plan.kernel != "norm_forward":
+        yield from _forward(call, kind.valid_rows, device)
+        return
+    for rows, split_rows in itertools.product(ROWS, (True, False)):
+        launch = choose_pair_launch(plan, rows, rows, sm_count)
+        specialisation = specialise_pair(
+            kind, call.hidden_size, plan, launch, aligned=True, split_rows=split_rows
+        )
+        yield specialisation, launch.shared_bytes
+
+
+def _forward(call: WarmupCall, valid_rows: str, device: int) -> Iterator[Built]:
+    properties = _kernel.device_properties(device)
+    kind = _forward_kind(call, valid_rows)
     plan = forward_plan(kind, call.hidden_size, device)
     for rows in ROWS:
         launch = choose_launch(plan, rows, kind.staged_itemsize, properties.sm_count)

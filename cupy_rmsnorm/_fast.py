@@ -20,6 +20,7 @@ and stream alone, so both roads run the same kernel with the same arguments.
 from __future__ import annotations
 
 import ctypes
+import operator
 import struct
 import sys
 import threading
@@ -57,6 +58,10 @@ class Library:
     # The address of an array that qualifies on this device, else 0.
     input: Callable[[Any, int], int]
     output: Callable[[Any, int], int]
+    # The same of arrays of any strides.
+    strided_input: Callable[[Any, int], int]
+    strided_output: Callable[[Any, int], int]
+    strides: Callable[[Any], tuple[int, ...]]  # in the library's own unit
     empty_like: Callable[[Any, Any], Any]  # a new array, of a dtype of the library's own
     empty: Callable[[Any, tuple[int, ...], Any], Any]  # the same, of another shape than x
     dtype: Callable[[str], Any]
@@ -89,11 +94,30 @@ def _torch_library(torch: Any) -> Library:
     def output(array: Any, device: int) -> int:
         return 0 if type(array) is not tensor or array.requires_grad else address(array, device)
 
+    def strided_address(array: Any, device: int) -> int:
+        try:
+            return array.data_ptr() if array.get_device() == device else 0
+        except RuntimeError:
+            return 0  # no memory of its own, as within vmap
+
+    def strided_input(array: Any, device: int) -> int:
+        if type(array) is not tensor or (array.requires_grad and grad_enabled()):
+            return 0
+        return strided_address(array, device)
+
+    def strided_output(array: Any, device: int) -> int:
+        if type(array) is not tensor or array.requires_grad:
+            return 0
+        return strided_address(array, device)
+
     empty_like = torch.empty_like
     raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return Library(
         input=input,
         output=output,
+        strided_input=strided_input,
+        strided_output=strided_output,
+        strides=tensor.stride,
         empty_like=lambda x, dtype: empty_like(x, dtype=dtype),
         empty=lambda x, shape, dtype: x.new_empty(shape, dtype=dtype),
         dtype=lambda name: getattr(torch, name),
@@ -115,9 +139,18 @@ def _cupy_library(cupy: Any) -> Library:
         data = array.data
         return data.ptr if contiguous and data.device_id == device else 0
 
+    def strided_address(array: Any, device: int) -> int:
+        if type(array) is not ndarray:
+            return 0
+        data = array.data
+        return data.ptr if data.device_id == device else 0
+
     return Library(
         input=address,
         output=address,
+        strided_input=strided_address,
+        strided_output=strided_address,
+        strides=operator.attrgetter("strides"),
         empty_like=lambda x, dtype: ndarray(x.shape, dtype),
         empty=lambda x, shape, dtype: ndarray(shape, dtype),
         dtype=numpy_dtype,
@@ -200,7 +233,7 @@ def _nbytes(array: Array | float | None) -> int:
     return array.size * TABLE[array.dtype].itemsize if isinstance(array, Array) else 0
 
 
-_libraries: dict[type, Library] = {}  # by the type of x
+libraries: dict[type, Library] = {}  # by the type of x
 _kept: dict[Hashable, Kept] = {}  # by function and options
 _lock = threading.Lock()
 epoch = 0  # counts what was forgotten: a call that began before is not remembered
@@ -233,6 +266,13 @@ def kept(function: str, options: tuple[object, ...], out_dtype: object) -> Kept 
             return _bounded(_kept, OPTIONS_LIMIT).setdefault(key, {})
 
 
+def keep(entries: Kept, key: Hashable, learnt: Entry) -> None:
+    """Add `learnt`, unless its plan may have changed since."""
+    with _lock:
+        if learnt.epoch == epoch:
+            _bounded(entries, LIMIT)[key] = learnt
+
+
 def forward(
     entries: Kept,
     x: Any,
@@ -248,7 +288,7 @@ def forward(
     `entries` is what is `kept` of such calls; `learnt` joins it, if this call qualifies. All is one
     function for the sake of its speed.
     """
-    library = _libraries.get(type(x))
+    library = libraries.get(type(x))
     if library is None:
         return None
     device = _device.ready()
@@ -302,9 +342,7 @@ def forward(
         residual_out_dtype,
     )
     if learnt is not None:
-        with _lock:
-            if learnt.epoch == epoch:
-                _bounded(entries, LIMIT)[key] = learnt
+        keep(entries, key, learnt)
         return None
     entry = entries.get(key)
     if entry is None:
@@ -382,7 +420,7 @@ def remember(
 
     `began` is the `epoch` before the call's plan was chosen.
     """
-    library = _library(type(x))
+    library = known_library(type(x))
     if library is None or checked.hidden_size == 1:  # may have torch's negative bit
         return
     made = (checked.y.pointer, checked.residual_out.pointer if checked.residual_out else 0)
@@ -407,12 +445,12 @@ def forget() -> None:
             entries.clear()
 
 
-def _library(cls: type) -> Library | None:
+def known_library(cls: type) -> Library | None:
     """The library of arrays that are exactly of `cls`; the caller has imported it."""
-    if cls not in _libraries:
+    if cls not in libraries:
         torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
         if torch is not None and cls is torch.Tensor:
-            _libraries[cls] = _torch_library(torch)
+            libraries[cls] = _torch_library(torch)
         elif cupy is not None and cls is cupy.ndarray:
-            _libraries[cls] = _cupy_library(cupy)
-    return _libraries.get(cls)
+            libraries[cls] = _cupy_library(cupy)
+    return libraries.get(cls)

@@ -96,6 +96,11 @@ BACKWARD_PARAMETERS = (
     ("weight_constant", "accumulation"),
 )
 
+PAIR_PARAMETERS = (
+    *((f"{half}.{name}", kind) for half in "qk" for name, kind in FORWARD_PARAMETERS),
+    ("q_blocks", "int64"),
+)
+
 SUM_PARAMETERS = (
     ("dweight", "pointer"),
     ("dbias", "pointer"),
@@ -148,6 +153,7 @@ STUDY_PARAMETERS: Mapping[str, tuple[tuple[str, str], ...]] = {
 
 PARAMETERS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "norm_forward": FORWARD_PARAMETERS,
+    "norm_forward_pair": PAIR_PARAMETERS,
     "norm_forward_staged": FORWARD_PARAMETERS,
     "norm_forward_streamed": FORWARD_PARAMETERS,
     "norm_backward": BACKWARD_PARAMETERS,

@@ -72,6 +72,13 @@ class Launch:
     rows_per_block: int
 
 
+@dataclass(frozen=True, slots=True)
+class PairLaunch(Launch):
+    """How the rows of q and k are spread over the blocks of one launch."""
+
+    q_blocks: int
+
+
 def shared_limit(arch: int) -> int:
     """Bytes of shared memory that one block may ask for on `arch`; a newer one gets the least."""
     kilobytes = SHARED_LIMITS.get(arch, min(SHARED_LIMITS.values()))
@@ -144,6 +151,15 @@ def choose_launch(plan: Plan, rows: int, staged_itemsize: int, sm_count: int) ->
         rows_per_block = max(1, WARP // threads)
     grid = min(-(-rows // rows_per_block), MAX_GRID)
     return Launch(grid, threads * rows_per_block, 0, rows_per_block)
+
+
+def choose_pair_launch(plan: Plan, q_rows: int, k_rows: int, sm_count: int) -> PairLaunch:
+    """The launch of q and k together, for a plan of norm_forward."""
+    together = choose_launch(plan, q_rows + k_rows, 0, sm_count)
+    q_blocks, k_blocks = (
+        min(-(-rows // together.rows_per_block), MAX_GRID // 2) for rows in (q_rows, k_rows)
+    )
+    return PairLaunch(q_blocks + k_blocks, together.block, 0, together.rows_per_block, q_blocks)
 
 
 def _ceil_power_of_two(value: int) -> int:

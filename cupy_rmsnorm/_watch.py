@@ -30,6 +30,12 @@ def forward(call: Forward) -> None:
         _cuda.forward(call)
 
 
+def forward_pair(q: Forward, k: Forward) -> None:
+    """`_cuda.forward_pair`, watched."""
+    with _watched(q):
+        _cuda.forward_pair(q, k)
+
+
 def backward(call: Backward) -> None:
     """`_cuda.backward`, watched."""
     with _watched(call):

@@ -23,6 +23,7 @@ from unittest import mock
 
 import numpy as np
 
+import cupy_rmsnorm
 from cupy_rmsnorm import _cuda, _cuda_backward
 from cupy_rmsnorm._call import Norm
 from cupy_rmsnorm._cuda import ForwardKind, specialise_forward
@@ -761,4 +762,111 @@ BACKWARD = (
     ),
     *itertools.starmap(_round, ROUND),
     *(_odd_backward(*odd, index) for index, odd in enumerate((*GROUPED, *PARTIAL))),
+)
+
+
+# q and k together ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairRow:
+    """A call of qk_norm; the weights are "shared" by the heads, "per_head" or None."""
+
+    x: str
+    head_size: int
+    heads: tuple[int, int]
+    tokens: int = 37
+    weights: tuple[str | None, str | None] = ("shared", "shared")
+    weight: str = "x"  # dtype
+    layout: str = "packed"  # in place in one buffer of q, k and v; or arrays of their own
+    cast: str = "once"
+
+    @property
+    def name(self) -> str:
+        """What pytest calls the row."""
+        heads = "_".join(map(str, self.heads))
+        weights = "_".join(str(weight) for weight in self.weights)
+        parts = (SHORT[self.x], f"{self.tokens}x{heads}x{self.head_size}", weights, self.weight)
+        return "-".join(("pair", *parts, self.layout, self.cast))
+
+    @property
+    def hidden_size(self) -> int:
+        return self.head_size
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * sum(self.heads)
+
+    def launches(self, arch: int, sm_count: int = SM_COUNT) -> tuple[Launched, ...]:
+        """What the library launches on `arch`; nothing runs."""
+        with recorded(arch, sm_count) as launches:
+            self._call(Backend(), *self._halves())
+        return tuple(launches)
+
+    def specialisations(self, arch: int, sm_count: int = SM_COUNT) -> tuple[Specialisation, ...]:
+        """The instantiations that the library takes on `arch`."""
+        return tuple(launched.specialisation for launched in self.launches(arch, sm_count))
+
+    def run(self, backend: Backend) -> None:
+        """Make the call between guard zones and check its results."""
+        halves = self._halves()
+        for case, result in zip(halves, self._call(backend, *halves), strict=True):
+            calls.check_forward(case, {"y": backend.numpy(result)})
+
+    def _halves(self) -> tuple[Case, Case]:
+        first = self.heads[0]
+        # Rows of q, k and v, which none may read or write.
+        shape = (self.tokens, first + 2 * self.heads[1], self.head_size)
+        packed = inputs.array(shape, self.x, "row_tagged")
+        if self.layout == "packed":
+            packed = inputs.lay(packed)
+        elif self.layout == "misaligned":
+            packed = inputs.lay(packed, "offset_1")
+        arrays = [packed[:, :first], packed[:, first : sum(self.heads)]]
+        if self.layout == "apart":
+            arrays = [inputs.lay(array) for array in arrays]
+        q, k = (
+            Case(
+                x=x,
+                weight=self._weight(which, x.shape[1]),
+                per_head=which == "per_head",
+                eps=1e-5,
+                cast=self.cast,
+            )
+            for which, x in zip(self.weights, arrays, strict=True)
+        )
+        return q, k
+
+    def _weight(self, which: str | None, heads: int) -> np.ndarray | None:
+        if which is None:
+            return None
+        shape = (heads, self.head_size) if which == "per_head" else (self.head_size,)
+        layout = "offset_1" if self.layout == "misaligned" else "contiguous"
+        dtype = self.x if self.weight == "x" else self.weight
+        return inputs.lay(inputs.weight(shape, dtype), layout)
+
+    def _call(self, backend: Backend, q: Case, k: Case) -> tuple[Any, Any]:
+        outputs = {}
+        if self.layout != "apart":
+            outputs = {"q_out": backend.output(q.x), "k_out": backend.output(k.x)}
+        arrays = (backend.input(array) for array in (q.x, k.x, q.weight, k.weight))
+        results: tuple[Any, Any] = cupy_rmsnorm.qk_norm(
+            *arrays, eps=q.eps, cast=self.cast, **outputs
+        )
+        return results
+
+
+PAIRS = (
+    PairRow(x="bfloat16", head_size=128, heads=(32, 8)),
+    PairRow(x="bfloat16", head_size=64, heads=(5, 1), tokens=1),
+    PairRow(x="float16", head_size=80, heads=(6, 2), weights=("per_head", "per_head")),
+    PairRow(x="float16", head_size=96, heads=(3, 3), weights=("shared", "per_head")),
+    PairRow(x="float32", head_size=256, heads=(4, 1), layout="apart", cast="before_weight"),
+    PairRow(x="bfloat16", head_size=128, heads=(7, 3), weight="float32", layout="misaligned"),
+    PairRow(x="float16", head_size=256, heads=(2, 2), weights=(None, None), cast="before_weight"),
+    PairRow(x="bfloat16", head_size=96, heads=(12, 1), layout="apart", tokens=401),
+    PairRow(x="float64", head_size=80, heads=(2, 1), weights=("per_head", "shared")),
+    # These take two launches.
+    PairRow(x="float16", head_size=64, heads=(2, 2), weights=("shared", None)),
+    PairRow(x="bfloat16", head_size=40_000, heads=(2, 1), tokens=1),
 )

@@ -47,6 +47,7 @@ def recorded(arch: int, sm_count: int) -> Iterator[list[Launched]]:
     with contextlib.ExitStack() as stack:
         for target, name, stand_in in (
             (_cpu, "forward", _cuda.forward),
+            (_cpu, "forward_pair", _cuda.forward_pair),
             (_cpu, "backward", _cuda.backward),
             (_cuda, "current_device", lambda index: contextlib.nullcontext()),
             (_kernel, "device_properties", properties),

@@ -95,8 +95,8 @@ def backward(which: Case, added: str | None = None, statistics: bool = False) ->
     return run
 
 
-def row(which: kernels.ForwardRow) -> Check:
-    """A row of the table: launches that otherwise need many rows."""
+def row(which: kernels.ForwardRow | kernels.PairRow) -> Check:
+    """A row of the table: launches that otherwise need many rows, or two calls in one."""
 
     def run() -> None:
         backend = Cupy()
@@ -142,11 +142,17 @@ def checks() -> Iterator[tuple[str, Check]]:
         case("layer", "float16", 4, 40_000, where=where(4), residual="float16", masked="keep"),
         case("rms", "float16", 3, 520_000, where=where(3)),
         case("rms", "bfloat16", 11, 3, 96, per_head=True),
+        # Groups, and statistics from a part of a row.
+        case("layer", "float16", 9, 96, groups=4, where=where(9)),
+        case("rms", "bfloat16", 7, 3000, partial=1001, valid_rows=np.array(5, np.int32)),
+        case("rms", "float32", 2, 40_000, partial=30_001),
     ):
         yield f"forward {which.norm} {which.x.dtype} {which.x.shape}", forward(which)
     for which in kernels.FORWARD:
         if which.forced is not None and which.rows < 50:
             yield f"forward {which.name}", row(which)
+    for pair in kernels.PAIRS[1:4]:
+        yield f"forward {pair.name}", row(pair)
     for which, added in (
         (case("rms", "float16", 300, 8), None),
         (case("layer", "bfloat16", 133, 24), "float32"),
@@ -161,6 +167,8 @@ def checks() -> Iterator[tuple[str, Check]]:
         (case("rms", "float16", 5, 1024, offset=1), None),
         (case("layer", "float32", 40, 520, where=where(40)), None),
         (case("rms", "bfloat16", 11, 3, 96, per_head=True), None),
+        (case("rms", "float16", 9, 96, groups=4, where=where(9)), None),
+        (case("rms", "bfloat16", 7, 3000, partial=1001), "float16"),
     ):
         name = f"backward {which.norm} {which.x.dtype} {which.x.shape}"
         yield name, backward(which, added)

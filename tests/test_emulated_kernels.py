@@ -54,6 +54,17 @@ def test_backward(row: kernels.BackwardRow) -> None:
     assert _run(row, ARCH) == expected
 
 
+@pytest.mark.parametrize("row", kernels.PAIRS, ids=lambda row: row.name)
+def test_pair(row: kernels.PairRow) -> None:
+    expected = [item.name_expression for item in row.specialisations(ARCH)]
+    assert _run(row, ARCH) == expected
+
+
+def test_pairs_are_launched_together() -> None:
+    counts = [len(row.specialisations(ARCH)) for row in kernels.PAIRS]
+    assert counts == [1] * 9 + [2] * 2
+
+
 # Without clusters, and without asynchronous copies either; in other orders of blocks and warps.
 @pytest.mark.parametrize("schedule", ["reverse", 1])
 @pytest.mark.parametrize("arch", [75, 80])

@@ -28,6 +28,7 @@ from cupy_rmsnorm import (
     _cuda,
     _device,
     _fast,
+    _fast_pair,
     _info,
     _kernel,
     _libraries,
@@ -96,6 +97,8 @@ class Driver:
 class CuPyLibrary:
     """CuPy arrays over host memory."""
 
+    name = "cupy"
+
     def __init__(self, stack: contextlib.ExitStack) -> None:
         import cupy
 
@@ -135,6 +138,8 @@ class CuPyLibrary:
 class TorchLibrary:
     """torch tensors on the CPU that say they are on GPU 0."""
 
+    name = "torch"
+
     def __init__(self, stack: contextlib.ExitStack) -> None:
         import torch
 
@@ -147,6 +152,7 @@ class TorchLibrary:
         )
         stack.enter_context(mock.patch.object(_device, "ready", return_value=0))
         stack.enter_context(mock.patch.object(_cpu, "forward", self._forward))
+        stack.enter_context(mock.patch.object(_cpu, "forward_pair", self._forward_pair))
         stack.enter_context(
             mock.patch.object(_cuda, "current_device", return_value=contextlib.nullcontext())
         )
@@ -154,6 +160,10 @@ class TorchLibrary:
     def _forward(self, call: Any) -> Any:
         call.space.stream = STREAM
         return _cuda.forward(call)
+
+    def _forward_pair(self, q: Any, k: Any) -> Any:
+        q.space.stream = STREAM
+        return _cuda.forward_pair(q, k)
 
     def empty(self, shape: tuple[int, ...], dtype: str = "float16") -> Any:
         dtype = getattr(self.torch, dtype)
@@ -178,7 +188,7 @@ def driver() -> Iterator[Driver]:
             ("device_properties", lambda device: DeviceProperties(90, 132)),
         ):
             stack.enter_context(mock.patch.object(_kernel, name, value))
-        stack.enter_context(mock.patch.object(_fast, "_libraries", {}))
+        stack.enter_context(mock.patch.object(_fast, "libraries", {}))
         yield stand_in
     _fast.forget()
 
@@ -570,7 +580,7 @@ def emulated() -> Iterator[list[str]]:
 
     roads: list[str] = []
     functions: list[Any] = []
-    with emulator.installed(checked=False), mock.patch.object(_fast, "_libraries", {}):
+    with emulator.installed(checked=False), mock.patch.object(_fast, "libraries", {}):
         run = _kernel.launch
 
         def launch_kernel(function: int, *geometry: int) -> None:
@@ -695,3 +705,98 @@ def test_a_call_during_which_plans_change_is_not_remembered(
         (True, False),
         (True, True),
     ]
+
+
+# q and k --------------------------------------------------------------------------------------
+
+HEADS = (3, 2)
+
+
+def packed_qk(library: Any, heads: tuple[int, int] = HEADS) -> tuple[Any, Any]:
+    """q and k of one packed buffer, which holds v too."""
+    qkv = library.empty((ROWS, heads[0] + 2 * heads[1], HIDDEN_SIZE))
+    return qkv[:, : heads[0]], qkv[:, heads[0] : sum(heads)]
+
+
+@pytest.mark.parametrize("place", ["in place", "new", "given", "q in place"])
+def test_a_repeated_qk_norm_launches_the_same(driver: Driver, library: Any, place: str) -> None:
+    q, k = packed_qk(library)
+    weights = library.empty((HIDDEN_SIZE,)), library.empty((HEADS[1], HIDDEN_SIZE))
+    outputs: dict[str, Any] = {}
+    if place == "in place":
+        outputs = {"q_out": q, "k_out": k}
+    elif place == "given":
+        outputs = dict(zip(("q_out", "k_out"), packed_qk(library), strict=True))
+    elif place == "q in place":
+        outputs = {"q_out": q}
+    results = [norms.qk_norm(q, k, *weights, eps=1e-5, **outputs) for _ in range(2)]
+    first, second = driver.launches
+    fields = [name for name, _ in _kernel.PAIR_PARAMETERS]
+    unpacked = [
+        dict(zip(fields, _kernel._packer("norm_forward_pair", "float32").unpack(p), strict=True))
+        for p in (first.packed, second.packed)
+    ]
+    for launched, arrays in zip(unpacked, results, strict=True):
+        for half, array in zip("qk", arrays, strict=True):
+            assert launched.pop(f"{half}.y") == library.address(array)
+            assert array is outputs.get(f"{half}_out", array)
+    assert unpacked[0] == unpacked[1]
+    assert (first.short, second.short) == (False, True)
+    assert second == dataclasses.replace(first, short=True, packed=second.packed)
+
+
+def test_qk_norm_packs_other_addresses(driver: Driver, library: Any) -> None:
+    for _ in range(3):
+        q, k = packed_qk(library)
+        weight = library.empty((HIDDEN_SIZE,))
+        norms.qk_norm(q, k, weight, weight, q_out=q, k_out=k)
+        values = _kernel._packer("norm_forward_pair", "float32").unpack(driver.launches[-1].packed)
+        packed = dict(zip([name for name, _ in _kernel.PAIR_PARAMETERS], values, strict=True))
+        for half, array in (("q", q), ("k", k)):
+            assert packed[f"{half}.x"] == packed[f"{half}.y"] == library.address(array)
+            assert packed[f"{half}.weight"] == library.address(weight)
+    assert [launch.short for launch in driver.launches] == [False, True, True]
+
+
+def test_other_calls_of_qk_norm_take_the_general_road(driver: Driver, library: Any) -> None:
+    q, k = packed_qk(library)
+    for _ in range(2):
+        norms.qk_norm(q, k)
+        norms.qk_norm(*packed_qk(library, (3, 1)))
+        norms.qk_norm(*(array[..., ::2] for array in (q, k)))
+        norms.qk_norm(*(array[:, ::-1] if library.name == "cupy" else array[0] for array in (q, k)))
+    short = [launch.short for launch in driver.launches]
+    strided = library.name == "torch"  # a tensor has no negative strides, and two axes will do
+    assert short == [False] * 4 + [True, True, False, strided]
+    driver.launches.clear()
+    for arguments in ((q, k, 2.0), (q, k, None, library.empty((HIDDEN_SIZE,))), (q[:0], k)):
+        for _ in range(2):
+            norms.qk_norm(*arguments)
+    assert not any(launch.short for launch in driver.launches)
+
+
+def test_qk_norm_refuses_the_same_overlaps(driver: Driver, library: Any) -> None:
+    """Every place of every array in one buffer, as above."""
+    room, size = library.empty((6 * HIDDEN_SIZE,)), HIDDEN_SIZE
+    free = [library.empty((1, size)) for _ in range(5)]
+    norms.qk_norm(*free[:2], free[2][0], free[2][0], q_out=free[3], k_out=free[4])
+    seen = set()
+    for indices in np.ndindex(*(5 * [4])):
+        places = [(0, 64, 96, 160)[index] for index in indices]
+        arrays = [room[place : place + size].reshape(1, size) for place in places]
+        q, k, weight, q_out, k_out = arrays
+
+        def call() -> str:
+            try:
+                norms.qk_norm(q, k, weight[0], free[2][0], q_out=q_out, k_out=k_out)  # noqa: B023
+            except ValueError as error:
+                return str(error)
+            return ""
+
+        driver.launches.clear()
+        short = call()
+        with mock.patch.object(_fast_pair, "forward", return_value=None):
+            general = call()
+        assert short == general
+        seen.add(bool(general))
+    assert seen == {True, False}

@@ -35,6 +35,7 @@ LAYERS = """
     _torch_ops
     _torch_autograd
     _run
+    _fast_pair
     _fast
     _border
     _libraries

@@ -266,7 +266,7 @@ def test_the_table_holds_every_pair(factors: Mapping[str, Sequence[Any]]) -> Non
 
 
 def test_names_tell_rows_apart() -> None:
-    for table in (kernels.FORWARD, kernels.BACKWARD):
+    for table in (kernels.FORWARD, kernels.BACKWARD, kernels.PAIRS):
         names = [row.name for row in table]
         assert len(set(names)) == len(names)
 
@@ -526,7 +526,7 @@ def cpp_fields(text: str, declaration: str) -> Iterator[tuple[str, str]]:
         body = re.search(rf"struct {struct_name} {{(.*?)\n}};", text, re.DOTALL)
         assert body is not None, f"{declaration}: what kind is {cpp_type}?"
         # The arguments of a kernel go by their own names, what is inside them by both.
-        prefix = "" if struct_name.endswith("Arguments") else f"{name}."
+        prefix = "" if name == "arguments" else f"{name}."
         for member in body[1].split(";"):
             if member.strip() and member.split()[0] != "using":
                 for inner, kind in cpp_fields(text, member):
