@@ -613,7 +613,7 @@ def test_a_mutant_is_made_and_killed() -> None:
     text = (_source.directory() / "reduce.cuh").read_text("ascii")
     mutant = next(m for m in mutate.mutants("reduce.cuh", text) if m.what == "wrong mask")
     row = next(row for row in kernels.FORWARD if row.place == "packs_64")
-    verdict, why = mutate.run_one(mutant, [(row, 2)])
+    verdict, why = mutate.run_one(mutant, [mutate.Trial(row, 2)])
     assert verdict == "killed"
     assert "wrong mask" in why
 

@@ -8,25 +8,30 @@ kills is listed in EXPLAINED with the reason, or it counts as survived.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
+import hashlib
 import json
 import os
 import re
 import select
 import signal
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests import emulator, kernels
+from cupy_rmsnorm import _source
+from tests import emulator, kernels, study
 from tests.backends import Emulator
 
 ARCH = 90
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "mutation.json"
 LONG = 500_000  # elements
 LARGEST_BATCH = 8  # rows compiled together; the first batch is one row, and kills most mutants
+TRIALS_OF_EXPLAINED = 60  # mutants of which nobody expects that a row kills them
 TIMEOUT_S = 60  # for one batch
 
 # (what it does, pattern, replacement), applied to one place of one line at a time.
@@ -129,29 +134,90 @@ def specialisations(row: Any, sm_count: int = kernels.SM_COUNT) -> tuple[Any, ..
     return row.specialisations(ARCH, sm_count)  # type: ignore[no-any-return]
 
 
-def _rows(file: str) -> list[tuple[Any, int]]:
-    """Rows that run the file, and the number of multiprocessors to run them on."""
-    from cupy_rmsnorm import _source
+@dataclass(frozen=True)
+class Trial:
+    """A row of the table on a GPU of so many multiprocessors."""
 
-    def runs(row: Any) -> bool:
-        texts = (_source.load(item.kernel) for item in specialisations(row))
-        return any(f'#line 1 "{file}"' in text for text in texts)
+    row: Any
+    sm_count: int = kernels.SM_COUNT
 
-    rows = [row for row in (*kernels.FORWARD, *kernels.BACKWARD) if runs(row)]
-    # Neighbours in the table are alike: take them in strides, the long ones last.
-    mixed = [row for start in range(7) for row in rows[start::7]]
-    mixed.sort(key=lambda row: row.rows * row.hidden_size > LONG)
+    @property
+    def sources(self) -> set[str]:
+        return {item.kernel for item in specialisations(self.row)}
+
+    @property
+    def elements(self) -> int:
+        return int(self.row.rows * self.row.hidden_size)
+
+    @staticmethod
+    def prepare(trials: Iterable[Trial]) -> None:
+        """Compile for all of them at once."""
+        emulator.prefetch(
+            item for trial in trials for item in specialisations(trial.row, trial.sm_count)
+        )
+
+    def run(self) -> None:
+        with emulator.installed(arch=ARCH, sm_count=self.sm_count):
+            backend = Emulator()
+            self.row.run(backend)
+            backend.verify()
+
+
+@dataclass(frozen=True)
+class StudyTrial:
+    """A row of a study kernel."""
+
+    row: study.Row
+
+    @property
+    def sources(self) -> set[str]:
+        return {self.row.variant.source}
+
+    @property
+    def elements(self) -> int:
+        return self.row.size
+
+    @staticmethod
+    def prepare(trials: Iterable[StudyTrial]) -> None:
+        """Each compiles when it runs."""
+
+    def run(self) -> None:
+        with study.emulated(checked=self.row.checkable):
+            backend = Emulator()
+            self.row.run(backend)
+            backend.verify()
+
+
+def _mixed(trials: list[Any]) -> list[Any]:
+    """Neighbours in a table are alike: in strides, the long rows last."""
+    mixed = [trial for start in range(7) for trial in trials[start::7]]
+    return sorted(mixed, key=lambda trial: bool(trial.elements > LONG))
+
+
+@functools.cache
+def _every_trial() -> tuple[Any, ...]:
+    table = (*kernels.FORWARD, *kernels.BACKWARD, *kernels.PAIRS)
+    rows = _mixed([Trial(row) for row in table])
     # On a GPU of two multiprocessors blocks walk over many rows.
-    few = [(row, 2) for row in mixed if row.rows > 50 and row.rows * row.hidden_size < LONG]
-    return [*((row, kernels.SM_COUNT) for row in mixed), *few]
+    few = [
+        dataclasses.replace(trial, sm_count=2)
+        for trial in rows
+        if trial.row.rows > 50 and trial.elements < LONG
+    ]
+    return (*rows, *few, *_mixed([StudyTrial(row) for row in study.ROWS]))
 
 
-def try_mutant(
-    mutant: Mutant, rows: list[tuple[Any, int]], progress: Callable[[], object]
-) -> str | None:
+def trials(file: str) -> list[Any]:
+    """Those that run the file."""
+    return [
+        trial
+        for trial in _every_trial()
+        if any(f'#line 1 "{file}"' in _source.load(kernel) for kernel in trial.sources)
+    ]
+
+
+def try_mutant(mutant: Mutant, chosen: list[Any], progress: Callable[[], object]) -> str | None:
     """What kills the mutant; None if nothing does."""
-    from cupy_rmsnorm import _source
-
     original = _source.directory() / mutant.file
     lines = original.read_text("ascii").splitlines()
     lines[mutant.number - 1] = mutant.changed
@@ -161,41 +227,39 @@ def try_mutant(
     def read(path: Path, *arguments: Any) -> str:
         return text if path == original else read_text(path, *arguments)
 
+    sources = set().union(*(trial.sources for trial in chosen))
     with mock.patch.object(Path, "read_text", read):
         _source.load.cache_clear()
-        for kernel in {item.kernel for row, _ in rows for item in specialisations(row)}:
+        for kernel in sources:
             _source.load(kernel)
-    try:
-        start, size = 0, 1
-        while start < len(rows):
-            batch = rows[start : start + size]
-            start, size = start + size, min(2 * size, LARGEST_BATCH)
-            progress()
-            try:
-                emulator.prefetch(item for pair in batch for item in specialisations(*pair))
-            except emulator.CompileError:
-                return "does not compile"
-            for row, sm_count in batch:
-                try:
-                    with emulator.installed(arch=ARCH, sm_count=sm_count):
-                        backend = Emulator()
-                        row.run(backend)
-                        backend.verify()
-                except (AssertionError, emulator.KernelFault, emulator.LaunchError) as error:
-                    return f"{row.name}: {type(error).__name__}: {str(error).splitlines()[0]}"
-        return None
-    finally:
-        _source.load.cache_clear()
+    start, size = 0, 1
+    while start < len(chosen):
+        batch = chosen[start : start + size]
+        start, size = start + size, min(2 * size, LARGEST_BATCH)
+        progress()
+        try:
+            for kind in (Trial, StudyTrial):
+                kind.prepare([trial for trial in batch if isinstance(trial, kind)])
+            for trial in batch:
+                trial.run()
+        except emulator.CompileError:
+            return "does not compile"
+        except (AssertionError, emulator.KernelFault, emulator.LaunchError) as error:
+            return f"{trial.row.name}: {type(error).__name__}: {str(error).splitlines()[0]}"
+    return None
 
 
-def run_one(mutant: Mutant, rows: list[tuple[Any, int]]) -> tuple[str, str]:
+def run_one(mutant: Mutant, chosen: list[Any]) -> tuple[str, str]:
     """(killed, survived, equivalent or invalid; why), in a process that may hang or crash."""
+    explained = EXPLAINED.get((mutant.file, mutant.changed.strip()))
+    if explained is not None:
+        chosen = chosen[:TRIALS_OF_EXPLAINED]
     read_end, write_end = os.pipe()
     process = os.fork()
     if process == 0:
         try:
             progress = functools.partial(os.write, write_end, b"\n")
-            verdict = try_mutant(mutant, rows, progress) or "survived"
+            verdict = try_mutant(mutant, chosen, progress) or "survived"
         except BaseException as error:  # the child must not go on as its parent
             verdict = f"crash: {error!r}"
         os.write(write_end, verdict.encode()[:4000])
@@ -215,54 +279,81 @@ def run_one(mutant: Mutant, rows: list[tuple[Any, int]]) -> tuple[str, str]:
     os.waitpid(process, 0)
     verdict = output.decode().strip()
     if verdict == "survived":
-        return EXPLAINED.get((mutant.file, mutant.changed.strip()), ("survived", "no row fails"))
+        return explained or ("survived", "no row fails")
     if verdict == "does not compile":
         return "invalid", verdict
     return "killed", verdict or "the process dies"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="*", help="of kernels_cu/; all that the table runs")
-    parser.add_argument("--every", type=int, default=1, help="take each n-th mutant")
-    parser.add_argument("--first", type=int, default=0, help="begin with this one")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    from cupy_rmsnorm import _source
-
-    rows = (*kernels.FORWARD, *kernels.BACKWARD)
-    names = {item.kernel for row in rows for item in specialisations(row)}
-    texts = [_source.load(name) for name in names]
-    files = arguments.files or sorted(
-        {file for text in texts for file in re.findall(r'#line 1 "(\S+)"', text)} - {"ptx.cuh"}
-    )
+def run_file(file: str, first: int, every: int) -> list[dict[str, Any]]:
+    """The verdicts on each `every`-th mutant of a file."""
+    chosen = trials(file)
+    text = (_source.directory() / file).read_text("ascii")
     results = []
-    for file in files:
-        chosen = _rows(file)
-        text = (_source.directory() / file).read_text("ascii")
-        for mutant in list(mutants(file, text))[arguments.first :: arguments.every]:
-            verdict, why = run_one(mutant, chosen)
-            print(f"{verdict:10} {file}:{mutant.number} {mutant.what}: {why}"[:200], flush=True)
-            results.append(
-                {
-                    "file": file,
-                    "line": mutant.number,
-                    "what": mutant.what,
-                    "from": mutant.line.strip(),
-                    "to": mutant.changed.strip(),
-                    "verdict": verdict,
-                    "why": why,
-                }
-            )
+    for mutant in list(mutants(file, text))[first::every]:
+        verdict, why = run_one(mutant, chosen)
+        print(f"{verdict:10} {file}:{mutant.number} {mutant.what}: {why}"[:200], flush=True)
+        results.append(
+            {
+                "file": file,
+                "line": mutant.number,
+                "what": mutant.what,
+                "from": mutant.line.strip(),
+                "to": mutant.changed.strip(),
+                "verdict": verdict,
+                "why": why[:150],
+            }
+        )
+    return results
+
+
+def _write(path: Path, files: dict[str, Any], results: dict[str, list[Any]]) -> None:
+    every = [result for file in sorted(results) for result in results[file]]
     counts = {
-        verdict: sum(result["verdict"] == verdict for result in results)
+        verdict: sum(result["verdict"] == verdict for result in every)
         for verdict in ("killed", "survived", "equivalent", "invalid")
     }
-    rows_json = ",\n".join(json.dumps(result) for result in results)
-    sample = {"arch": ARCH, "every": arguments.every, "first": arguments.first}
-    meta = json.dumps({**counts, **sample})
-    arguments.out.write_text(f'{{"meta": {meta},\n"rows": [\n{rows_json}\n]}}\n')
+    listed = ",\n".join(f"{json.dumps(file)}: {json.dumps(files[file])}" for file in sorted(files))
+    rows = ",\n".join(map(json.dumps, every))
+    meta = f'{{"arch": {ARCH}, {json.dumps(counts)[1:-1]}, "files": {{\n{listed}\n}}}}'
+    path.write_text(f'{{"meta": {meta},\n"rows": [\n{rows}\n]}}\n')
     print(counts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="*", help="of kernels_cu/; all that the tables run")
+    parser.add_argument("--every", type=int, default=1, help="take each n-th mutant")
+    parser.add_argument("--first", type=int, default=0, help="begin with this one")
+    parser.add_argument("--changed", action="store_true", help="leave files that are as recorded")
+    parser.add_argument("--commit", default="", help="to write into the results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    names = {name for trial in _every_trial() for name in trial.sources}
+    texts = [_source.load(name) for name in names]
+    known = {file for text in texts for file in re.findall(r'#line 1 "(\S+)"', text)}
+    files: dict[str, Any] = {}
+    results: dict[str, list[Any]] = {}
+    if arguments.out.exists():
+        recorded = json.loads(arguments.out.read_text())
+        files = {
+            name: of for name, of in recorded["meta"].get("files", {}).items() if name in known
+        }
+        for row in recorded["rows"]:
+            if row["file"] in files:
+                results.setdefault(row["file"], []).append(row)
+    # What mutants leave in the cache is of no use to anybody.
+    with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, XDG_CACHE_HOME=cache):
+        for file in arguments.files or sorted(known - {"ptx.cuh"}):
+            text = (_source.directory() / file).read_text("ascii")
+            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+            if arguments.changed and files.get(file, {}).get("sha256") == digest:
+                continue
+            count = len(list(mutants(file, text)))
+            results[file] = run_file(file, arguments.first, arguments.every)
+            files[file] = {"sha256": digest, "mutants": count, "tried": len(results[file])}
+            files[file] |= {"commit": arguments.commit}
+            _write(arguments.out, files, results)
 
 
 if __name__ == "__main__":
