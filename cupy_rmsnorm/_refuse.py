@@ -197,9 +197,7 @@ def kept_rows_while_recorded(recorded: str) -> NoReturn:
 
 def second_derivative() -> NoReturn:
     """Refuse to differentiate a gradient."""
-    raise RuntimeError(
-        "a gradient of a norm cannot be differentiated once more: it is not recorded"
-    )
+    raise RuntimeError("the gradient of a norm has no gradient: a norm is differentiable only once")
 
 
 def misaligned(name: str, itemsize: int, got: int) -> NoReturn:

@@ -7,10 +7,9 @@ has made forward's device and stream current there.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from . import _refuse, _run
 from ._call import Norm
@@ -109,11 +108,42 @@ def _requires_grad(value: Any) -> bool:
 
 
 class _Node(torch.autograd.Function):  # type: ignore[misc]
-    """What the nodes share: the transforms that they do not have."""
+    """What the nodes share: they differentiate backwards, and once."""
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
         _refuse.has_tangent("an input")
+
+    @classmethod
+    def backward(cls, ctx: Any, *douts: Any) -> Any:
+        with torch.no_grad():
+            gradients = cls.gradients(ctx, *douts)
+        if not torch.is_grad_enabled():
+            return gradients
+        # With create_graph=True a gradient is differentiated in its turn. torch's
+        # once_differentiable would leave out gradients that no douts with a graph lead to.
+        anchor = torch.empty(0, requires_grad=True)
+        return tuple(
+            None if gradient is None else _Gradient.apply(anchor, gradient)
+            for gradient in gradients
+        )
+
+    @staticmethod
+    def gradients(ctx: Any, *douts: Any) -> tuple[Any, ...]:
+        """The gradient of each input of forward, or None."""
+        raise NotImplementedError
+
+
+class _Gradient(torch.autograd.Function):  # type: ignore[misc]
+    """A gradient that says so where it is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Any, gradient: Any) -> Any:
+        return gradient.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Any) -> NoReturn:
+        _refuse.second_derivative()
 
 
 class _Norm(_Node):
@@ -162,8 +192,8 @@ class _Norm(_Node):
         return (outputs.y, outputs.residual_out) if adds else outputs.y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, dout: Any, *dresidual_out: Any) -> Any:
+    def gradients(ctx: Any, *douts: Any) -> tuple[Any, ...]:
+        dout, *dresidual_out = douts
         x, mean, rstd, *tensors = ctx.saved_tensors
         weight, bias, where, valid_rows = (
             other if tensor is None else tensor
@@ -232,8 +262,8 @@ class _QKNorm(_Node):
         return outputs
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, dq_out: Any, dk_out: Any) -> Any:
+    def gradients(ctx: Any, *douts: Any) -> tuple[Any, ...]:
+        dq_out, dk_out = douts
         q, k, q_weight, k_weight = ctx.saved_tensors
         need_dq, need_dk, need_dq_weight, need_dk_weight, *_ = ctx.needs_input_grad
         q_weight = ctx.q_constant if q_weight is None else q_weight
