@@ -2,8 +2,9 @@
 """Let the norms of a torch model run on this library, each by its own semantics.
 
 A patched module keeps its class, parameters and hooks. What changes is one attribute of the
-instance, ``forward``: a `functools.partial` of a function below over the module itself. Copies and
-pickles of the model carry partials over their own modules.
+instance, ``forward``: a bound method of an object below that holds the module. Copies and pickles
+of the model carry objects that hold their own modules, and torch.compile compiles once for all
+layers: of a bound method it asks what it does, of another callable whether it is the same object.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import collections
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -22,79 +24,126 @@ from ._torch_modules import axis_of, check_shape, eps_for
 FLOAT32 = torch.float32
 
 
-# What stands in a forward's place. The parameters of `partial` come first, the rest is as in the
-# function that it replaces, names included. A weight is looked up at each call, since training,
-# `load_state_dict` and `to` may replace it; in `_parameters`, which takes a tenth of the time.
+class Replacement:
+    """What stands in a forward's place. `forward` names its argument as the one that it replaces.
+
+    The weight is looked up at each call, since training, `load_state_dict` and `to` may replace it;
+    in `_parameters`, which takes a tenth of the time of ``module.weight``. A weight that is not
+    there is a parametrised one, or None.
+    """
+
+    __slots__ = ("eps", "module")
+    forward: Callable[..., Any]
+
+    def __init__(self, module: Any, eps: Any) -> None:
+        self.module = module
+        self.eps = eps
 
 
-def llama_forward(module: Any, eps: float, hidden_states: Any) -> Any:
+class LlamaForward(Replacement):
     """Round to x's dtype, then multiply: ``weight * xhat.to(x.dtype)``."""
-    weight = module._parameters.get("weight")
-    if weight is None:
-        weight = module.weight
-    dtype = hidden_states.dtype
-    if weight.dtype is dtype:
-        return rms_norm(hidden_states, weight, eps=eps, cast="before_weight")
-    promoted = torch.promote_types(dtype, weight.dtype)
-    return rms_norm(hidden_states, weight, eps=eps, cast="before_weight", out_dtype=promoted)
+
+    __slots__ = ()
+
+    def forward(self, hidden_states: Any) -> Any:
+        weight = self.module._parameters.get("weight")
+        if weight is None:
+            weight = self.module.weight
+        dtype = hidden_states.dtype
+        if weight.dtype is dtype:
+            return rms_norm(hidden_states, weight, eps=self.eps, cast="before_weight")
+        promoted = torch.promote_types(dtype, weight.dtype)
+        return rms_norm(
+            hidden_states, weight, eps=self.eps, cast="before_weight", out_dtype=promoted
+        )
 
 
-def t5_forward(module: Any, eps: float, hidden_states: Any) -> Any:
+class T5Forward(Replacement):
     """Round to a 16-bit weight's dtype, then multiply: the output has the weight's dtype.
 
     Where x is float32 and the weight is not, the first of these two roundings is left out.
     """
-    weight = module._parameters.get("weight")
-    if weight is None:
-        weight = module.weight
-    dtype = weight.dtype
-    if hidden_states.dtype is dtype:
-        return rms_norm(hidden_states, weight, eps=eps, cast="before_weight")
-    return rms_norm(hidden_states, weight, eps=eps, out_dtype=dtype)
+
+    __slots__ = ()
+
+    def forward(self, hidden_states: Any) -> Any:
+        weight = self.module._parameters.get("weight")
+        if weight is None:
+            weight = self.module.weight
+        dtype = weight.dtype
+        if hidden_states.dtype is dtype:
+            return rms_norm(hidden_states, weight, eps=self.eps, cast="before_weight")
+        return rms_norm(hidden_states, weight, eps=self.eps, out_dtype=dtype)
 
 
-def once_forward(module: Any, eps: float, hidden_states: Any) -> Any:
+class OnceForward(Replacement):
     """Multiply in float32, then round to x's dtype."""
-    weight = module._parameters.get("weight")
-    if weight is None:
-        weight = module.weight
-    return rms_norm(hidden_states, weight, eps=eps)
+
+    __slots__ = ()
+
+    def forward(self, hidden_states: Any) -> Any:
+        weight = self.module._parameters.get("weight")
+        if weight is None:
+            weight = self.module.weight
+        return rms_norm(hidden_states, weight, eps=self.eps)
 
 
-def gemma_forward(module: Any, eps: float, x: Any) -> Any:
+class GemmaForward(Replacement):
     """Multiply by ``1 + weight`` in float32, then round to x's dtype."""
-    weight = module._parameters.get("weight")
-    if weight is None:
-        weight = module.weight
-    return rms_norm(x, weight, eps=eps, weight_offset=1.0)
+
+    __slots__ = ()
+
+    def forward(self, x: Any) -> Any:
+        weight = self.module._parameters.get("weight")
+        if weight is None:
+            weight = self.module.weight
+        return rms_norm(x, weight, eps=self.eps, weight_offset=1.0)
 
 
-def torch_rms_forward(module: Any, eps: float | None, axis: Any, x: Any) -> Any:
+class TorchRMSForward(Replacement):
     """torch.nn.RMSNorm, autocast included."""
-    weight = module._parameters.get("weight")
-    if weight is None:
-        weight = module.weight
+
+    __slots__ = ("axis",)
+
+    def __init__(self, module: Any, eps: Any) -> None:
+        super().__init__(module, eps)
+        self.axis = axis_of(module.normalized_shape)
+
+    def forward(self, x: Any) -> Any:
+        weight = self.module._parameters.get("weight")
         if weight is None:
-            check_shape(x, module.normalized_shape)
-    out_dtype = FLOAT32 if torch.is_autocast_enabled() and _is_cast(x) else None
-    return rms_norm(x, weight, eps=eps_for(eps, x), axis=axis, out_dtype=out_dtype)
+            weight = self.module.weight
+            if weight is None:
+                check_shape(x, self.module.normalized_shape)
+        return rms_norm(x, weight, eps=eps_for(self.eps, x), axis=self.axis, out_dtype=_autocast(x))
 
 
-def torch_layer_forward(module: Any, eps: float, axis: Any, input: Any) -> Any:
+class TorchLayerForward(Replacement):
     """torch.nn.LayerNorm, autocast included."""
-    parameters = module._parameters
-    weight, bias = parameters.get("weight"), parameters.get("bias")
-    if weight is None:
-        weight, bias = module.weight, module.bias
+
+    __slots__ = ("axis",)
+
+    def __init__(self, module: Any, eps: Any) -> None:
+        super().__init__(module, eps)
+        self.axis = axis_of(module.normalized_shape)
+
+    def forward(self, input: Any) -> Any:
+        parameters = self.module._parameters
+        weight, bias = parameters.get("weight"), parameters.get("bias")
         if weight is None:
-            check_shape(input, module.normalized_shape)
-    out_dtype = FLOAT32 if torch.is_autocast_enabled() and _is_cast(input) else None
-    return layer_norm(input, weight, bias, eps=eps, axis=axis, out_dtype=out_dtype)
+            weight, bias = self.module.weight, self.module.bias
+            if weight is None:
+                check_shape(input, self.module.normalized_shape)
+        return layer_norm(
+            input, weight, bias, eps=self.eps, axis=self.axis, out_dtype=_autocast(input)
+        )
 
 
-def _is_cast(x: Any) -> bool:
-    """Whether torch's norms compute this tensor in float32 because of autocast on the GPU."""
-    return bool(x.is_cuda and x.dtype is not torch.float64)
+def _autocast(x: Any) -> Any:
+    """The dtype in which torch's norms return x because of autocast on the GPU; None: x's own."""
+    if torch.is_autocast_enabled() and x.is_cuda and x.dtype is not torch.float64:
+        return FLOAT32
+    return None
 
 
 # Which module gets which -------------------------------------------------------------------------
@@ -108,33 +157,32 @@ class Rule:
     `_disagreement`.
     """
 
-    forward: Callable[..., Any]
+    replacement: type[Replacement]
     eps: str  # the attribute
     name: str  # of the class, with the model's name in place of {}
     models: str
 
 
 LLAMA = Rule(
-    llama_forward,
+    LlamaForward,
     "variance_epsilon",
     "{}RMSNorm",
     "Llama Mistral Ministral Mixtral Qwen2 Qwen2Moe Qwen2VL Qwen2_5_VL Qwen3 Qwen3Moe Qwen3VLText "
     "Qwen3VLMoeText Phi3 Phi4Multimodal DeepseekV2 DeepseekV3",
 )
-ONCE = Rule(once_forward, "variance_epsilon", "{}RMSNorm", "Olmo2 Olmo3 GptOss")
-GEMMA = Rule(gemma_forward, "eps", "{}RMSNorm", "Gemma Gemma2 Gemma3 T5Gemma")
-T5 = Rule(t5_forward, "variance_epsilon", "{}LayerNorm", "T5 MT5 UMT5 LongT5")
+ONCE = Rule(OnceForward, "variance_epsilon", "{}RMSNorm", "Olmo2 Olmo3 GptOss")
+GEMMA = Rule(GemmaForward, "eps", "{}RMSNorm", "Gemma Gemma2 Gemma3 T5Gemma")
+T5 = Rule(T5Forward, "variance_epsilon", "{}LayerNorm", "T5 MT5 UMT5 LongT5")
 RULES = {
     rule.name.format(model): rule
     for rule in (LLAMA, ONCE, GEMMA, T5)
     for model in rule.models.split()
 }
 # torch's own, by their forward: a subclass that keeps it computes the same.
-TORCHS: dict[Any, Callable[..., Any]] = {
-    torch.nn.RMSNorm.forward: torch_rms_forward,
-    torch.nn.LayerNorm.forward: torch_layer_forward,
+TORCHS: dict[Any, type[Replacement]] = {
+    torch.nn.RMSNorm.forward: TorchRMSForward,
+    torch.nn.LayerNorm.forward: TorchLayerForward,
 }
-FORWARDS = {*TORCHS.values(), *(rule.forward for rule in RULES.values())}
 
 
 @dataclass(frozen=True)
@@ -201,8 +249,8 @@ def patch(model: Any) -> PatchReport:
     for name, module in _modules(model):
         kind = type(module).__name__
         made = _replacement(module)
-        if isinstance(made, functools.partial):
-            module.forward = made
+        if isinstance(made, Replacement):
+            module.forward = made.forward
             report.replaced[name] = kind
         elif made is not None:
             report.left[name] = made
@@ -250,17 +298,16 @@ def _modules(model: Any) -> Iterator[tuple[str, Any]]:
 
 def _is_patched(module: Any) -> bool:
     bound = module.__dict__.get("forward")
-    return isinstance(bound, functools.partial) and bound.func in FORWARDS
+    return isinstance(bound, MethodType) and isinstance(bound.__self__, Replacement)
 
 
-def _replacement(module: Any) -> functools.partial[Any] | str | None:
-    """A forward for `module`; why it has none; None for what is no norm."""
+def _replacement(module: Any) -> Replacement | str | None:
+    """What may stand in for `module`; why nothing may; None for what is no norm."""
     cls: Any = type(module)
     kind = cls.__name__
-    rule = RULES.get(kind)
-    forward = TORCHS.get(cls.forward)
-    if rule is None and forward is None:
-        if cls.__module__.startswith(__package__ or "cupy_rmsnorm"):
+    rule, torchs = RULES.get(kind), TORCHS.get(cls.forward)
+    if rule is None and torchs is None:
+        if cls.__module__.startswith(f"{__package__}."):
             return f"{kind} is this library's own"
         leaf = next(module.children(), None) is None
         if leaf and "norm" in kind.lower():
@@ -270,9 +317,8 @@ def _replacement(module: Any) -> functools.partial[Any] | str | None:
         return "it is patched already"
     if "forward" in module.__dict__:
         return "its forward is bound to the instance by other code"
-    if forward is not None:
-        eps = module.eps if module.eps is None else float(module.eps)
-        return functools.partial(forward, module, eps, axis_of(module.normalized_shape))
+    if torchs is not None:
+        return torchs(module, None if module.eps is None else float(module.eps))
     assert rule is not None
     eps = getattr(module, rule.eps, None)
     if not isinstance(eps, (int, float)):
@@ -280,7 +326,7 @@ def _replacement(module: Any) -> functools.partial[Any] | str | None:
     reason = _disagreement(cls, cls.forward, rule, float(eps), tuple(module._parameters))
     if reason is not None:
         return reason
-    return functools.partial(rule.forward, module, float(eps))
+    return rule.replacement(module, float(eps))
 
 
 @functools.lru_cache(maxsize=256)
@@ -309,7 +355,7 @@ def _disagreement(
                 theirs = forward(stand_in, x)
             except Exception as error:
                 return f"{cls.__name__} could not be tried: {type(error).__name__}: {error}"
-            ours = rule.forward(stand_in, eps, x)
+            ours = rule.replacement(stand_in, eps).forward(x)
             agrees = (ours.double() - theirs.double()).abs() <= 1e-5 * theirs.double().abs()
             if ours.dtype != theirs.dtype or agrees.double().mean() < 0.95:
                 return f"{cls.__name__} does not compute what a norm of that name does"
