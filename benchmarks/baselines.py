@@ -20,7 +20,7 @@ from torch import Tensor
 
 import cupy_rmsnorm as cr
 from benchmarks.race import Candidate, Make, Wrong, reason
-from benchmarks.shapes import COMPILED, Shape
+from benchmarks.shapes import COMPILED, HEAD_SIZE, KV_HEADS, MASKED_ROWS, Q_HEADS, Shape
 from cupy_rmsnorm._bench import Call
 
 EPS = 1e-6
@@ -215,6 +215,70 @@ def ours_forward(data: ForwardData, **options: Any) -> Call:
         return outputs
 
     return call_add if data.shape.adds else call
+
+
+def qk_norm(shape: Shape, count: int, device: str = "cuda") -> dict[str, Candidate]:
+    """q and k in place in a packed buffer of q, k and v: by qk_norm, and by two calls."""
+    tokens, heads = shape.rows // (Q_HEADS + KV_HEADS), Q_HEADS + 2 * KV_HEADS
+    data = Data(shape._replace(rows=tokens * heads), count, device)
+    first = data.x[0].clone()
+    buffers = [x.view(tokens, heads, HEAD_SIZE) for x in data.x]
+    q = [buffer[:, :Q_HEADS] for buffer in buffers]
+    k = [buffer[:, Q_HEADS : Q_HEADS + KV_HEADS] for buffer in buffers]
+    weight, k_weight = data.weight, data.weight.flip(0)
+
+    def one_launch(i: int) -> Any:
+        return cr.qk_norm(q[i], k[i], weight, k_weight, eps=EPS, q_out=q[i], k_out=k[i])
+
+    def two_calls(i: int) -> Any:
+        return (
+            cr.rms_norm(q[i], weight, eps=EPS, out=q[i]),
+            cr.rms_norm(k[i], k_weight, eps=EPS, out=k[i]),
+        )
+
+    def make(call: Call) -> Make:
+        def made() -> Call:
+            data.x[0].copy_(first)
+            return call
+
+        return made
+
+    def check(outputs: tuple[Tensor, Tensor]) -> None:
+        before = first.view(tokens, heads, HEAD_SIZE)[-1].double()
+        expected = before * torch.rsqrt((before * before).mean(-1, keepdim=True) + EPS)
+        data.close("q", outputs[0][-1], expected[:Q_HEADS] * weight.double())
+        rest = expected[Q_HEADS : Q_HEADS + KV_HEADS] * k_weight.double()
+        data.close("k", outputs[1][-1], rest)
+
+    return {
+        name: Candidate(make(call), check, "ours", shape.dtype, name)
+        for name, call in (("one launch", one_launch), ("two calls", two_calls))
+    }
+
+
+def masked(shape: Shape, count: int, device: str = "cuda") -> dict[str, Candidate]:
+    """The rows of `shape` among MASKED_ROWS: in front or scattered, by either mask."""
+    data = ForwardData(shape._replace(rows=MASKED_ROWS), count, device)
+    generator = torch.Generator(device).manual_seed(1)
+    order = torch.randperm(MASKED_ROWS, generator=generator, device=device)
+    front = torch.arange(MASKED_ROWS, device=device) < shape.rows
+    scattered = torch.zeros_like(front)
+    scattered[order[: shape.rows]] = True
+    valid_rows = torch.tensor(shape.rows, device=device)
+    cases: dict[str, tuple[Tensor, dict[str, Any]]] = {
+        "valid_rows": (front, {"valid_rows": valid_rows}),
+        "where, in front": (front, {"where": front}),
+        "where, scattered": (scattered, {"where": scattered}),
+    }
+
+    def candidate(case: str, computed: Tensor, options: dict[str, Any]) -> Candidate:
+        def check(outputs: tuple[Tensor, ...]) -> None:
+            data.at = computed.nonzero()[[0, shape.rows // 2, -1], 0]
+            data.check(outputs)
+
+        return Candidate(lambda: ours_forward(data, **options), check, "ours", shape.dtype, case)
+
+    return {case: candidate(case, *values) for case, values in cases.items()}
 
 
 def _torch_forward(data: ForwardData, wrap: Callable[..., Any] = lambda function: function) -> Call:

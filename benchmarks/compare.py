@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import race
 from benchmarks.race import Bar, Candidate, Result, Run
-from benchmarks.shapes import FORWARD, ODD, VARIANTS, Shape
+from benchmarks.shapes import FORWARD, MASKED, ODD, QK, QK_TOKENS, VARIANTS, Shape
 
 LARGE = 64 * 10**6  # bytes: from here on a copy's rate is the bar
 AHEAD, AHEAD_SHORT = 1.01, 0.05  # "not slower": 1 %, below SHORT us 0.05 us
@@ -28,6 +28,8 @@ SHORT = 5.0
 OPTION = 1.02  # of the plain call's time
 ODD_RATE = 0.75
 SAME_SPEED = 1.01  # float16 against bfloat16
+QK_RATE = 0.95  # of the copy's, of many tokens
+MASKED_RATE = 0.95  # of the rate of a copy of as many rows as are computed
 
 
 def variants(shape: Shape, count: int) -> dict[str, Candidate]:
@@ -45,6 +47,10 @@ def variants(shape: Shape, count: int) -> dict[str, Candidate]:
         "cast before weight": (data, {"cast": "before_weight"}),
         "no weight": (data, {"weight": None}),
     }
+    if shape.hidden_size >= 4096:
+        cases["groups"] = (data, {"groups": 8})
+        if not shape.layer:
+            cases["partial"] = (data, {"partial": shape.hidden_size // 4})
     cases |= (
         {"no bias": (data, {"bias": None})} if shape.layer else {"bias": (data, {"bias": bias})}
     )
@@ -81,6 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run = Run(options, begin, meta)
         # QuACK's kernels are being compiled: first the races that need none.
         run.all(VARIANTS, variants, case="plain")
+        run.all(QK, baselines.qk_norm, case="one launch")
+        run.all(MASKED, baselines.masked, case="valid_rows")
         run.all(
             FORWARD,
             lambda shape, count: baselines.forward(baselines.ForwardData(shape, count), present),
@@ -101,7 +109,8 @@ def bars(rows: Sequence[Result]) -> list[Bar]:
         if "ours" in impls
         for bar in _shape_bars(shape, impls)
     ]
-    return found + list(_odd_bars(plain)) + list(_option_bars(race.by_shape(rows, case="plain")))
+    races = race.by_shape(rows, case="plain")
+    return [*found, *_odd_bars(plain), *_option_bars(races), *_qk_bars(races), *_mask_bars(races)]
 
 
 def _shape_bars(shape: Shape, impls: dict[str, Result]) -> Iterator[Bar]:
@@ -145,6 +154,25 @@ def _option_bars(races: dict[Shape, dict[str, Result]]) -> Iterator[Bar]:
             slower, faster = max(half["us"], plain), min(half["us"], plain)
             what = "float16 against bfloat16, time"
             yield Bar(str(shape), what, slower / faster, SAME_SPEED, True)
+
+
+def _qk_bars(races: dict[Shape, dict[str, Result]]) -> Iterator[Bar]:
+    for shape, tokens in zip(QK, QK_TOKENS, strict=True):
+        cases = races.get(shape, {})
+        if "one launch" not in cases:
+            continue
+        label, one = f"{shape} one launch", cases["one launch"]
+        if shape.nbytes >= LARGE:
+            yield Bar(label, "of the copy's rate", one["ratio"], QK_RATE)
+        elif "two calls" in cases:
+            limit = cases["two calls"]["us"]
+            yield Bar(label, f"us, {tokens} tokens, ahead of two calls", one["us"], limit, True)
+
+
+def _mask_bars(races: dict[Shape, dict[str, Result]]) -> Iterator[Bar]:
+    for shape in MASKED:
+        for case, row in races.get(shape, {}).items():
+            yield Bar(f"{shape} {case}", "of the copy's rate", row["ratio"], MASKED_RATE)
 
 
 if __name__ == "__main__":

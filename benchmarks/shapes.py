@@ -111,6 +111,20 @@ VARIANTS = (
     Shape("layer_norm", "bfloat16", 16384, 4096),
 )
 
+# qk_norm in a packed buffer of bfloat16: the rows are those of q and k.
+Q_HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128
+QK_TOKENS = (16384, 1, 16, 256)
+QK = tuple(
+    Shape("qk_norm", "bfloat16", tokens * (Q_HEADS + KV_HEADS), HEAD_SIZE) for tokens in QK_TOKENS
+)
+
+# Of so many rows these are computed, the others masked.
+MASKED_ROWS = 16384
+MASKED = (
+    Shape("rms_norm", "bfloat16", MASKED_ROWS // 2, 4096),
+    Shape("rms_norm", "bfloat16", MASKED_ROWS // 10, 4096),
+)
+
 # torch.compile takes seconds a shape: these only.
 COMPILED = frozenset(
     {

@@ -603,3 +603,53 @@ def test_the_readme_is_up_to_date() -> None:
     assert marks[::2] == [("begin", name) for _, name in marks[1::2]]
     assert sorted(name for _, name in marks[1::2]) == sorted(report.BLOCKS)
     assert report.fill(text, report.Results()) == text
+
+
+# qk_norm and masks -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [40, 1200])
+def test_qk_norm_is_raced_against_two_calls(rows: int) -> None:
+    pytest.importorskip("torch")
+    from benchmarks import baselines
+
+    found = baselines.qk_norm(Shape("qk_norm", "bfloat16", rows, 128), 2, "cpu")
+    assert list(found) == ["one launch", "two calls"]
+    for each in found.values():
+        call = each.make()  # with the values as they were: both work in place
+        outputs = call(0)
+        each.check(outputs)
+        with pytest.raises(race.Wrong, match=r"^k is off"):
+            each.check((outputs[0], outputs[1] * 1.1))
+
+
+def test_masked_rows_are_raced(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from benchmarks import baselines
+
+    monkeypatch.setattr(baselines, "MASKED_ROWS", 60)
+    found = baselines.masked(Shape("rms_norm", "bfloat16", 20, 24), 2, "cpu")
+    assert len(found) == 3
+    for each in found.values():
+        (y,) = each.make()(0)
+        each.check((y,))
+        assert int(y.isfinite().all(-1).sum()) == 20, "other rows stay as they were"
+        with pytest.raises(race.Wrong, match=r"^y is off"):
+            each.check((y * 1.1,))
+
+
+def test_bars_of_qk_norm_and_masks() -> None:
+    large, small = shapes.QK[:2]
+    mask = shapes.MASKED[0]
+    rows = [
+        row(large, "ours", 10.0, 9.6, "one launch"),
+        row(large, "ours", 9.0, 9.6, "two calls"),
+        row(small, "ours", 2.0, 1.0, "one launch"),
+        row(small, "ours", 1.9, 1.0, "two calls"),
+        row(mask, "ours", 10.0, 9.0, "valid_rows"),
+    ]
+    found = {bar.shape: bar for bar in compare.bars(rows)}
+    assert found[f"{large} one launch"].holds
+    assert not found[f"{small} one launch"].holds
+    assert not found[f"{mask} valid_rows"].holds
+    assert len(found) == 3
