@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from typing import Any, TypeVar
 
-from . import _fast, _run
+from . import _fast, _fast_pair, _run
 from ._call import Norm
 
 ArrayT = TypeVar("ArrayT")
@@ -265,13 +265,18 @@ def qk_norm(
         from . import _torch_ops
 
         return _torch_ops.qk_norm(q, k, q_weight, k_weight, eps, weight_offset, cast, q_out, k_out)
+    kept = _run.qk_kept(eps, weight_offset, cast)
+    if kept is not None:
+        done = _fast_pair.forward(kept, q, k, q_weight, k_weight, q_out, k_out)
+        if done is not None:
+            return done
     if _recorded(q, k, q_weight, k_weight):
         from . import _torch_autograd
 
         return _torch_autograd.qk_norm(  # type: ignore[no-any-return]
             q, k, q_weight, k_weight, eps, weight_offset, cast, q_out, k_out
         )
-    return _run.qk_forward(q, k, q_weight, k_weight, eps, weight_offset, cast, q_out, k_out)
+    return _run.qk_forward(q, k, q_weight, k_weight, eps, weight_offset, cast, q_out, k_out, kept)
 
 
 def _operator(*arguments: Any, **outputs: Any) -> _run.Outputs[Any]:

@@ -211,6 +211,12 @@ def backward(
     )
 
 
+def qk_kept(eps: object, weight_offset: object, cast: object) -> _fast.Kept | None:
+    """What the short road has kept of qk_norm with these options."""
+    options = eps, weight_offset, -1, cast, False, "keep", 1, None
+    return _fast.kept("qk_norm", options, None)
+
+
 def qk_forward(
     q: ArrayT,
     k: ArrayT,
@@ -221,15 +227,17 @@ def qk_forward(
     cast: object,
     q_out: object,
     k_out: object,
+    kept: _fast.Kept | None = None,
 ) -> tuple[ArrayT, ArrayT]:
-    """Run qk_norm."""
+    """Run qk_norm; `kept` is as in `forward`."""
     arrays = q, k, q_weight, k_weight, q_out, k_out
     began = _fast.epoch
-    kept = _fast.kept("qk_norm", (eps, weight_offset, -1, cast, False, "keep", 1, None), None)
-    if kept is not None:
-        done = _fast_pair.forward(kept, *arrays)
-        if done is not None:
-            return done
+    if kept is None:
+        kept = qk_kept(eps, weight_offset, cast)
+        if kept is not None:
+            done = _fast_pair.forward(kept, *arrays)
+            if done is not None:
+                return done
     from ._border import Caller
     from ._check import Options, check_qk
 
