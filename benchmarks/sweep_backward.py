@@ -110,7 +110,7 @@ def candidate_launches(
             fitting = limit // (stage_bytes * blocks_per_sm)
             units = blocks_per_sm * sm_count // plan.cluster_size
             if plan.cluster_size > 2:
-                units -= units % _plan_backward.GPU_PARTS
+                units = units * _plan_backward.CLUSTER_EIGHTHS // 8
             parts = min(-(-rows // rows_per_block), units)
             for stages in sorted({2, 3, 4} if fitting < 4 else {2, 4}):
                 if stages > fitting or (short and stages == 4 and block == 256):
@@ -155,7 +155,6 @@ class Buffers:
         self.dweight = cupy.empty(hidden_size, dtype)
         self.dbias = cupy.empty(hidden_size, dtype)
         self.parts = cupy.empty((2, parts, hidden_size), "float32")
-        self.arrivals = cupy.zeros(1, "int32")
         x = self.rings["x"][0].astype("float32")
         self.mean = x.mean(-1)
         if kind.norm == "layer":
@@ -218,7 +217,6 @@ class Buffers:
             "dbias": self.dbias.data.ptr,
             "dweight_parts": self.parts[0].data.ptr,
             "dbias_parts": self.parts[1].data.ptr,
-            "arrivals": self.arrivals.data.ptr if launch.last_block_sums else 0,
         }
         for name, ring in self.rings.items():
             arguments[name] = ring[i].data.ptr
@@ -244,7 +242,6 @@ def sweep(op: str, dtype: str, rows: int, hidden_size: int, rounds: int) -> list
 
     kind = kind_of(op, dtype)
     properties = _kernel.device_properties(0)
-    part_bytes = hidden_size * 4 * kind.sums
     pairs = [
         (plan, launch)
         for plan in candidate_plans(kind, hidden_size)
@@ -255,7 +252,7 @@ def sweep(op: str, dtype: str, rows: int, hidden_size: int, rounds: int) -> list
         hidden_size, kind.x, kind.staged_itemsize, properties.arch
     )
     chosen_launch = _plan_backward.choose_backward_launch(
-        chosen, rows, 1, kind.staged_itemsize, part_bytes, properties.arch, properties.sm_count
+        chosen, rows, 1, kind.staged_itemsize, properties.arch, properties.sm_count
     )
     for plan in dict.fromkeys([chosen, *candidate_plans(kind, hidden_size)]):
         few = _plan_backward.choose_few_launch(
@@ -303,12 +300,10 @@ def sweep(op: str, dtype: str, rows: int, hidden_size: int, rounds: int) -> list
             summing: Any = summing,
         ) -> None:
             stream = cupy.cuda.get_current_stream().ptr
-            if launch.last_block_sums:
-                _kernel.clear(buffers.arrivals.data.ptr, buffers.arrivals.nbytes, stream)
             _kernel.launch(
                 function, launch.grid, launch.block, launch.shared_bytes, stream, packed[i]
             )
-            if launch.kernel == "norm_backward" and not launch.last_block_sums:
+            if launch.kernel == "norm_backward":
                 last, sum_function = summing
                 _kernel.launch(sum_function, last.grid, last.block, 0, stream, packed_sum)
 

@@ -168,18 +168,12 @@ class Run:
             self.arguments["parts"] = few.parts
             self._launch(kind, plan, few)
             return
-        part_bytes = self.elements * TABLE[kind.accumulation].itemsize * kind.sums
         launch = choose_backward_launch(
-            plan, call.rows, self.heads, kind.staged_itemsize, part_bytes, arch, sm_count
+            plan, call.rows, self.heads, kind.staged_itemsize, arch, sm_count
         )
-        last_block_sums = launch.last_block_sums and kind.sums > 0
         self._allocate_parts(launch.parts)
-        if last_block_sums:
-            self.arguments["arrivals"] = self._room("arrivals", (1,), "int32")
-            self.clear("arrivals", TABLE["int32"].itemsize)
         self._launch(kind, plan, launch)
-        if not last_block_sums:
-            self._sum_parts(launch.parts)
+        self._sum_parts(launch.parts)
 
     def _run_streamed(self, plan: Plan) -> None:
         """Statistics, then dweight and dbias, and dx at last: it may lie where x is."""
@@ -229,9 +223,6 @@ class Run:
         _kernel.launch(
             function, launch.grid, launch.block, launch.shared_bytes, space.stream, packed
         )
-
-    def clear(self, name: str, nbytes: int) -> None:
-        _kernel.clear(int(self.arguments[name]), nbytes, self.call.space.stream)
 
     def _room(self, name: str, shape: tuple[int, ...], dtype: str) -> int:
         """The address of new room in the workspace."""

@@ -139,9 +139,6 @@ class _Recorder(Run):
     def enqueue(self, specialisation: Specialisation, launch: BackwardLaunch) -> None:
         self.built.append((specialisation, launch.shared_bytes))
 
-    def clear(self, name: str, nbytes: int) -> None:
-        """Nothing is ever read."""
-
 
 def _backward(call: WarmupCall, valid_rows: str, device: int) -> Iterator[Built]:
     heads = (call.groups,) if call.groups > 1 else HEADS if call.per_head else (0,)

@@ -62,7 +62,6 @@ BACKWARD_PARAMETERS = (
     ("dbias", "pointer"),
     ("dweight_parts", "pointer"),
     ("dbias_parts", "pointer"),
-    ("arrivals", "pointer"),
     ("mean_out", "pointer"),
     ("rstd_out", "pointer"),
     ("dout", "pointer"),
@@ -272,13 +271,6 @@ class Launched(NamedTuple):
     shared_bytes: int
     packed: bytes
     launch_kernel: Callable[..., None]
-
-
-def clear(pointer: int, nbytes: int, stream: int) -> None:
-    """Enqueue that `nbytes` bytes become zero."""
-    from cupy.cuda import runtime
-
-    runtime.memsetAsync(pointer, 0, nbytes, stream)
 
 
 def launch(

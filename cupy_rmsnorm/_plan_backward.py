@@ -18,9 +18,10 @@ from ._plan import MAX_GRID, WARP, Plan, shared_limit, vector_size
 HELD_WORDS = 16
 MAX_THREADS = 512  # with so many registers a thread
 CLUSTER_SIZES = (1, 2, 4, 8)
-# Clusters lie within a part of the GPU that has 16 to 20 SMs; what is left there stays idle. A grid
-# of more clusters than run at once would take twice as long.
-GPU_PARTS = 8
+# Clusters lie within a part of the GPU that has 10 to 20 SMs; what is left there stays idle. A grid
+# of more clusters than run at once would take twice as long: larger ones take so many eighths of
+# the SMs (of 33 clusters of 4, 30 ran at once on an H200; which SMs are left varies by GPU).
+CLUSTER_EIGHTHS = 7
 # The thresholds below were read off benchmarks/results/sweep_backward.json (H200).
 # Rows share a block until it has this many threads, or this many bytes of a stage: fewer where a
 # row lies within a warp. A ring of rows keeps an SM busy with few threads.
@@ -28,22 +29,19 @@ BLOCK_THREADS = 512
 WARP_ROWS_BLOCK_THREADS = 256
 BLOCK_ROW_BYTES = 48 * 1024
 FEW_BLOCK_THREADS = 256
-# Two blocks an SM where rows lie within a warp, or blocks of a cluster have so few threads.
 CLUSTER_BLOCK_THREADS = 256
+# Two blocks an SM where rows lie within a warp.
 MAX_BLOCKS_PER_SM = 2  # bounds the workspace: parts of dweight are 2 * SMs at most
 MAX_STAGES = 4
 # Two stages, or as many as these bytes of an SM hold: with more on its way memory slows down.
 RING_BYTES = 64 * 1024
 WARP_ROWS_RING_BYTES = 32 * 1024
-CLUSTER_RING_BYTES = 192 * 1024
 # Shared memory for the reduction's slots, beyond `_plan`'s reserve.
 EXTRA_RESERVE = 1024
 MBARRIER_BYTES = 8  # of a row on its way
 # With the mbarriers of many short rows a block may exceed the 48 KB that it has unasked though the
 # ring alone does not. From the first number of bytes on it takes the second, for which it must ask.
 ASK_FROM, ASKED = 31 * 1024, 47 * 1024 + 16
-# Up to this many bytes of parts the last block sums them, else a launch of its own.
-LAST_BLOCK_BYTES = 64 * 1024
 # Up to so many rows an SM, blocks beside those of dx sum dweight and dbias from x and dout.
 FEW_ROWS_PER_SM = 2
 FEW_COLUMN_PACKS = 8  # packs of columns a block: 128 bytes of 16-bit rows
@@ -53,7 +51,7 @@ PARTIAL_BLOCK_PACKS = 8192  # of a partial row that one block takes
 COLUMN_THREADS = 128
 SUM_COLUMNS = 32  # elements that one block of the sum takes at once
 # (parts up to, threads that share one element): the first line that fits decides.
-SUM_SLICES = ((64, 8), (2**63, 32))
+SUM_SLICES = ((64, 8), (2**63, 16))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,6 @@ class BackwardLaunch:
     rows_per_block: int = 1
     stages: int = 1  # groups of rows on their way to shared memory
     parts: int = 0  # blocks (clusters) that share the rows of one head, each with its own sums
-    last_block_sums: bool = False
     bulk: bool = False  # a row comes by one request where its layout allows it
 
 
@@ -127,11 +124,10 @@ def choose_backward_launch(
     rows: int,
     heads: int,
     staged_itemsize: int,
-    part_bytes: int,
     arch: int,
     sm_count: int,
 ) -> BackwardLaunch:
-    """The launch of `rows` >= 1 rows; `part_bytes` is the size of one part of the workspace."""
+    """The launch of `rows` >= 1 rows."""
     threads = plan.threads_per_row
     positions = rows // heads
     aim = WARP_ROWS_BLOCK_THREADS if threads <= WARP else BLOCK_THREADS
@@ -144,19 +140,15 @@ def choose_backward_launch(
             break
         rows_per_block //= 2  # too few blocks for the SMs, or too long rows
     block = threads * rows_per_block
-    clustered = plan.cluster_size > 1
-    doubled = threads <= WARP or (clustered and block <= CLUSTER_BLOCK_THREADS)
-    blocks_per_sm = MAX_BLOCKS_PER_SM if doubled else 1
+    blocks_per_sm = MAX_BLOCKS_PER_SM if threads <= WARP else 1
     units = blocks_per_sm * sm_count // plan.cluster_size
-    if plan.cluster_size > 2 and units > GPU_PARTS:
-        units -= units % GPU_PARTS
+    if plan.cluster_size > 2:
+        units = units * CLUSTER_EIGHTHS // 8
     parts = max(1, min(-(-positions // rows_per_block), units // heads))
     # Without asynchronous copies a row that is on its way holds up the one that is there.
     most = MAX_STAGES if arch >= 80 else 1
     fitting = ring_limit(arch) // blocks_per_sm // (rows_per_block * room)
-    ring_bytes = CLUSTER_RING_BYTES if clustered else RING_BYTES
-    if threads <= WARP:
-        ring_bytes = WARP_ROWS_RING_BYTES
+    ring_bytes = WARP_ROWS_RING_BYTES if threads <= WARP else RING_BYTES
     enough = max(2, ring_bytes // blocks_per_sm // (rows_per_block * row_bytes))
     stages = max(1, min(most, fitting, enough))
     grid = parts * heads * plan.cluster_size
@@ -169,7 +161,6 @@ def choose_backward_launch(
         rows_per_block=rows_per_block,
         stages=stages,
         parts=parts,
-        last_block_sums=parts * part_bytes <= LAST_BLOCK_BYTES,
         bulk=arch >= 90 and stages > 1 and plan.cluster_size > 1,
     )
 

@@ -25,8 +25,7 @@ struct BackwardArguments {
     DB* dbias;
     A* dweight_parts;  // (parts, heads, hidden_size)
     A* dbias_parts;
-    unsigned int* arrivals;  // one word, zero; null: another launch sums the parts
-    A* mean_out;             // norm_backward_streamed without dx leaves the statistics here
+    A* mean_out;  // norm_backward_streamed without dx leaves the statistics here
     A* rstd_out;
     const D* dout;
     const X* x;
@@ -299,40 +298,45 @@ __device__ __forceinline__ void reduce_sums(A (&values)[COUNT], A* slots, A* clu
 
 // Writes a block's sums over its rows, which thread t of each row holds for packs begin + t, begin
 // + t + threads of a row, ... below end; `room` is shared memory for those of all its rows, idle
-// since the block's last barrier.
+// since the block's last barrier. Whole packs at once: words of 4 bytes would take six times as
+// long.
 template <int ROWS_PER_BLOCK, typename A, int VECS_PER_THREAD, int VEC_SIZE>
 __device__ __forceinline__ void store_part(A* part, const A (&sums)[VECS_PER_THREAD][VEC_SIZE],
                                            int begin, int end, int thread, A* room) {
+    using Sums = Pack<A, VEC_SIZE>;
     const int threads_per_row = blockDim.x / ROWS_PER_BLOCK;
+    const auto pack_of = [&](int vec) {
+        Sums pack;
+#pragma unroll
+        for (int i = 0; i < VEC_SIZE; ++i) pack.data[i] = sums[vec][i];
+        return pack;
+    };
+    Sums* const packs = reinterpret_cast<Sums*>(part);
     if constexpr (ROWS_PER_BLOCK == 1) {
 #pragma unroll
         for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
             const int pack = begin + thread + vec * threads_per_row;
-            if (pack >= end) continue;
-#pragma unroll
-            for (int i = 0; i < VEC_SIZE; ++i) {
-                part[static_cast<long long>(pack) * VEC_SIZE + i] = sums[vec][i];
-            }
+            if (pack < end) packs[pack] = pack_of(vec);
         }
     } else {
-        const int held = threads_per_row * VECS_PER_THREAD * VEC_SIZE;
-        A* const row = room + threadIdx.x / threads_per_row * held;
+        const int held = threads_per_row * VECS_PER_THREAD;
+        Sums* const all = reinterpret_cast<Sums*>(room);
+        Sums* const row = all + threadIdx.x / threads_per_row * held;
         __syncthreads();  // no thread uses the room any more
 #pragma unroll
         for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
-#pragma unroll
-            for (int i = 0; i < VEC_SIZE; ++i) {
-                row[(thread + vec * threads_per_row) * VEC_SIZE + i] = sums[vec][i];
-            }
+            row[thread + vec * threads_per_row] = pack_of(vec);
         }
         __syncthreads();  // every row's sums are in the room
-        for (int element = threadIdx.x; element < end * VEC_SIZE; element += blockDim.x) {
-            A sum = room[element];
+        for (int pack = threadIdx.x; pack < end; pack += blockDim.x) {
+            Sums sum = all[pack];
 #pragma unroll 8
             for (int other = 1; other < ROWS_PER_BLOCK; ++other) {
-                sum += room[other * held + element];
+                const Sums term = all[other * held + pack];
+#pragma unroll
+                for (int i = 0; i < VEC_SIZE; ++i) sum.data[i] += term.data[i];
             }
-            part[element] = sum;
+            packs[pack] = sum;
         }
     }
 }
@@ -353,7 +357,7 @@ __device__ __forceinline__ void sum_parts(T* out, const A* parts, long long elem
 #pragma unroll 8
             for (long long part = slice; part < count; part += SLICES) {
                 Pack<A, VEC_SIZE> term;
-                load_pack<FRESH, true>(term, parts + part * elements + element);
+                load_pack<STREAM, true>(term, parts + part * elements + element);
 #pragma unroll
                 for (int i = 0; i < VEC_SIZE; ++i) sum.data[i] += term.data[i];
             }
@@ -377,17 +381,4 @@ __device__ __forceinline__ void sum_parts(T* out, const A* parts, long long elem
             for (int i = 0; i < VEC_SIZE; ++i) out[element + i] = from_float<T>(sum.data[i]);
         }
     }
-}
-
-// Whether all other blocks have arrived before this one; their parts are then seen by its threads.
-// `arrivals` is a word of the call's workspace, zero before the launch.
-__device__ __forceinline__ bool last_to_arrive(unsigned int* arrivals) {
-    __threadfence();  // this thread's parts are seen before the block is counted
-    __syncthreads();  // so are those of every thread of the block
-    bool last = false;
-    if (threadIdx.x == 0) {
-        last = atomicAdd(arrivals, 1u) == gridDim.x - 1;
-        __threadfence();  // the count is read before the parts
-    }
-    return __syncthreads_or(last) != 0;  // the count is known to all
 }

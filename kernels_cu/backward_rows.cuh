@@ -353,21 +353,4 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
         store_part<ROWS_PER_BLOCK>(arguments.dbias_parts + offset, dbias, begin, end, thread,
                                    reinterpret_cast<A*>(ring));
     }
-    if constexpr (is_array<DW> || is_array<DB>) {
-        if (arguments.arrivals == nullptr) return;
-        if (!last_to_arrive(arguments.arrivals)) return;
-        constexpr int WIDTH = VEC_SIZE < 4 ? VEC_SIZE : 4;
-        constexpr int SLICES = BLOCK >= 256 ? 4 : 1;
-        auto* const sums = reinterpret_cast<Pack<A, WIDTH>*>(ring);
-        if constexpr (is_array<DW>) {
-            sum_parts<WIDTH, BLOCK / SLICES, SLICES>(arguments.dweight, arguments.dweight_parts,
-                                                     elements, arguments.parts, 0,
-                                                     BLOCK / SLICES * WIDTH, sums);
-        }
-        if constexpr (is_array<DB>) {
-            sum_parts<WIDTH, BLOCK / SLICES, SLICES>(arguments.dbias, arguments.dbias_parts,
-                                                     elements, arguments.parts, 0,
-                                                     BLOCK / SLICES * WIDTH, sums);
-        }
-    }
 }

@@ -41,7 +41,6 @@ enum Hint {
     KEEP,    // global memory that other blocks read too: weights, bias
     STREAM,  // global memory that is touched once: evict first
     SHARED,  // shared memory
-    FRESH,   // global memory that other blocks of this launch wrote
 };
 
 template <Hint HINT, typename W>
@@ -50,8 +49,6 @@ __device__ __forceinline__ W load_word(const W* address) {
         return __ldcs(address);
     } else if constexpr (HINT == KEEP) {
         return __ldg(address);
-    } else if constexpr (HINT == FRESH) {
-        return __ldcg(address);
     } else {
         return *address;
     }

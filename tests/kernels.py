@@ -550,7 +550,7 @@ class ForcedBackward:
     bulk: bool = True  # where the architecture has it
 
     def launch(
-        self, plan: Plan, rows: int, heads: int, staged_itemsize: int, part_bytes: int, arch: int
+        self, plan: Plan, rows: int, heads: int, staged_itemsize: int, arch: int
     ) -> BackwardLaunch:
         block = plan.threads_per_row * self.rows_per_block
         stages = self.stages if arch >= 80 else 1
@@ -563,7 +563,6 @@ class ForcedBackward:
             self.rows_per_block,
             stages,
             self.parts,
-            last_block_sums=self.parts % 2 == 1,
             bulk=self.bulk and arch >= 90,
         )
 

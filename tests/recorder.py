@@ -53,7 +53,6 @@ def recorded(arch: int, sm_count: int) -> Iterator[list[Launched]]:
             (_kernel, "device_properties", properties),
             (_kernel, "function", function),
             (_kernel, "launch", launch),
-            (_kernel, "clear", lambda pointer, nbytes, stream: None),
         ):
             stack.enter_context(mock.patch.object(target, name, stand_in))
         yield launches

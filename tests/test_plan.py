@@ -155,10 +155,7 @@ def test_every_backward_launch_can_run(x: str, arch: int) -> None:
         assert capacity - threads < share <= capacity, where
         assert (plan.cluster_size - 1) * share < hidden_size // plan.vec_size, where
         for rows, heads, sm_count in ((1, 1, 132), (6, 3, 1), (131, 1, 20), (2**20, 8, 132)):
-            part_bytes = 2 * heads * hidden_size * accumulation
-            launch = choose_backward_launch(
-                plan, rows, heads, staged_itemsize, part_bytes, arch, sm_count
-            )
+            launch = choose_backward_launch(plan, rows, heads, staged_itemsize, arch, sm_count)
             where = (*where[:5], rows, heads, sm_count, launch)
             assert launch.block % _plan.WARP == 0, where
             assert launch.block == threads * launch.rows_per_block <= _plan.MAX_THREADS, where

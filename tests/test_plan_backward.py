@@ -71,17 +71,6 @@ def test_the_sum_of_parts_reaches_every_element(parts: int, sums: int) -> None:
         assert launch.block % plans.SUM_COLUMNS == 0
 
 
-@pytest.mark.parametrize("hidden_size", [32, 128, 8192])
-def test_a_launch_of_its_own_sums_many_parts(hidden_size: int) -> None:
-    """The last block would take longer over them."""
-    plan = plans.choose_backward_plan(hidden_size, "bfloat16", 4, 90)
-    for rows, heads in ((300, 1), (16_384, 1), (65_537, 65_537), (65_537 * 2, 65_537)):
-        part_bytes = 4 * heads * hidden_size
-        launch = plans.choose_backward_launch(plan, rows, heads, 4, part_bytes, 90, 132)
-        if launch.last_block_sums:
-            assert launch.parts * part_bytes <= plans.LAST_BLOCK_BYTES
-
-
 @pytest.mark.parametrize("arch", [75, 80, 90])
 def test_shared_memory_follows_from_the_specialisation(arch: int) -> None:
     """A function is told once how much it may ask for."""
@@ -93,7 +82,7 @@ def test_shared_memory_follows_from_the_specialisation(arch: int) -> None:
         launches = [plans.streamed_launch(plan, 5)]
         if plan.kernel == "norm_backward":
             launches = [
-                plans.choose_backward_launch(plan, rows, 1, staged_itemsize, 4, arch, sm_count)
+                plans.choose_backward_launch(plan, rows, 1, staged_itemsize, arch, sm_count)
                 for rows, sm_count in itertools.product((1, 70, 5000), SM_COUNTS)
             ]
             few = plans.choose_few_launch(plan, hidden_size, 5, staged_itemsize, arch, 132)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import threading
 from collections.abc import Iterable, Iterator
@@ -150,7 +149,6 @@ def installed(
 
         replace(_kernel, "build", kernel_build)
         replace(_kernel, "launch", kernel_launch)
-        replace(_kernel, "clear", lambda pointer, nbytes, stream: ctypes.memset(pointer, 0, nbytes))
         replace(_kernel, "device_properties", lambda device: properties)
         replace(_kernel, "_functions", {})
         replace(_libraries._CuPySpace, "contiguous", contiguous)
