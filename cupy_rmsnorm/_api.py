@@ -53,7 +53,11 @@ def rms_norm(
 
     Raises
     ------
-    {raises}
+    {raises_plain}
+
+    Notes
+    -----
+    {torch}
 
     Examples
     --------
@@ -116,7 +120,11 @@ def layer_norm(
 
     Raises
     ------
-    {raises}
+    {raises_plain}
+
+    Notes
+    -----
+    {torch}
 
     Examples
     --------
@@ -186,7 +194,11 @@ def add_rms_norm(
 
     Raises
     ------
-    {raises}
+    {raises_plain}
+
+    Notes
+    -----
+    {torch}
 
     Examples
     --------
@@ -260,7 +272,11 @@ def add_layer_norm(
 
     Raises
     ------
-    {raises}
+    {raises_plain}
+
+    Notes
+    -----
+    {torch}
 
     Examples
     --------
@@ -332,7 +348,11 @@ def qk_norm(
 
     Raises
     ------
-    {raises}
+    {raises_plain}
+
+    Notes
+    -----
+    {torch}
 
     Examples
     --------

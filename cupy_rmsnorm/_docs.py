@@ -199,5 +199,22 @@ PARAGRAPHS = {
                 A torch tensor that requires grad while grad mode is on: call it under
                 ``torch.no_grad()``. An array on a GPU where the GPU backend cannot run.
         """,
+        "raises_plain": """
+            TypeError
+                A wrong kind or dtype of an argument; a tensor within a transform of ``torch.func``.
+            ValueError
+                A wrong shape, device or value; an output that overlaps another array other than by
+                being exactly an input that it may replace.
+            RuntimeError
+                A given output where a torch tensor requires grad while grad mode is on; a second
+                derivative; a forward-mode tangent. An array on a GPU where the GPU backend cannot
+                run.
+        """,
+        "torch": """
+            With torch tensors it is differentiable, once: each tensor that requires grad gets a
+            gradient of its own dtype, also under autocast, while numbers and other libraries'
+            arrays are constants. Outputs cannot then be given, and masks need ``masked="zero"``.
+            torch.compile and torch.export trace it as an operator, without a graph break.
+        """,
     }.items()
 }

@@ -106,7 +106,7 @@ def bind_rms_norm(
 
     Raises
     ------
-    {raises}
+    {raises_plain}
 
     Examples
     --------
@@ -152,7 +152,7 @@ def bind_layer_norm(
 
     Raises
     ------
-    {raises}
+    {raises_plain}
 
     Examples
     --------

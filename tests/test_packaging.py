@@ -5,6 +5,7 @@ README.md tells the truth."""
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
@@ -197,11 +198,14 @@ def test_readme_has_the_commands_that_ci_runs(name: str) -> None:
     assert f"$(readme {name})" in (CHECKOUT / ".ci" / "run").read_text("utf-8")
 
 
-def examples() -> dict[str, str]:
+def examples() -> dict[str, list[str]]:
     """README's Python examples by the library that they import first."""
     readme = (CHECKOUT / "README.md").read_text("utf-8")
     blocks = re.findall(r"^```python\n(.+?)^```$", readme, re.MULTILINE | re.DOTALL)
-    return {block.split()[1]: block for block in blocks}
+    found: dict[str, list[str]] = {}
+    for block in blocks:
+        found.setdefault(block.split()[1], []).append(block)
+    return found
 
 
 @pytest.mark.parametrize("library", [pytest.param("cupy", marks=pytest.mark.gpu), "torch", "numpy"])
@@ -210,10 +214,11 @@ def test_readme_examples_run(library: str) -> None:
     usable, reason = _info.available()
     if library == "cupy" and not usable:
         pytest.skip(reason)
-    exec(compile(examples()[library], f"README.md ({library})", "exec"), {})
+    for example in examples()[library]:
+        exec(compile(example, f"README.md ({library})", "exec"), {})
 
 
 def test_readme_examples_are_short() -> None:
     assert sorted(examples()) == ["cupy", "numpy", "torch"]
-    for example in examples().values():
+    for example in itertools.chain(*examples().values()):
         assert len([line for line in example.splitlines() if line]) <= 8
