@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import sys
 import time
 import traceback
@@ -86,7 +87,7 @@ def candidate_plans(kind: BackwardKind, hidden_size: int) -> list[Plan]:
                 continue
             if threads * (words + vecs * vec_size * 3 // 2 + 36) > 65536:
                 continue
-            if threads < 256 and (cluster_size > 1 or hidden_size > 4096):
+            if threads < 224 and (cluster_size > 1 or hidden_size > 4096):
                 continue
             plans.append(Plan("norm_backward", vec_size, vecs, threads, cluster_size))
     return plans
@@ -95,39 +96,38 @@ def candidate_plans(kind: BackwardKind, hidden_size: int) -> list[Plan]:
 def candidate_launches(
     plan: Plan, kind: BackwardKind, rows: int, sm_count: int
 ) -> list[BackwardLaunch]:
-    """Launches of one and two blocks an SM, shallow and deep rings, both ways to fill them."""
+    """One row a block and two, shallow and deep rings, both ways to fill them.
+
+    One block an SM, two where rows lie within a warp: two of longer rows were slower everywhere.
+    """
     launches = []
     threads, limit = plan.threads_per_row, _plan_backward.ring_limit(90)
     short = threads <= _plan.WARP
     for block in (128, 256) if short else (threads, 2 * threads):
         rows_per_block = block // threads
-        if block > 1024 or (rows_per_block > 1 and (plan.cluster_size > 1 or block > 512)):
+        if block > 1024 or (rows_per_block > 1 and plan.cluster_size > 1):
             continue
         stage_bytes = block * plan.vecs_per_thread * plan.vec_size * kind.staged_itemsize
-        for blocks_per_sm in (2,) if short else (1, 2):
-            if block * blocks_per_sm > 1024 or (block * blocks_per_sm < 256 and not short):
+        blocks_per_sm = _plan_backward.MAX_BLOCKS_PER_SM if short else 1
+        units = blocks_per_sm * sm_count // plan.cluster_size
+        if plan.cluster_size > 2:
+            units = units * _plan_backward.CLUSTER_EIGHTHS // 8
+        parts = min(-(-rows // rows_per_block), units)
+        for stages, bulk in itertools.product((2, 3), (True, False)):
+            if stages * stage_bytes * blocks_per_sm > limit:
                 continue
-            fitting = limit // (stage_bytes * blocks_per_sm)
-            units = blocks_per_sm * sm_count // plan.cluster_size
-            if plan.cluster_size > 2:
-                units = units * _plan_backward.CLUSTER_EIGHTHS // 8
-            parts = min(-(-rows // rows_per_block), units)
-            for stages in sorted({2, 3, 4} if fitting < 4 else {2, 4}):
-                if stages > fitting or (short and stages == 4 and block == 256):
-                    continue
-                for bulk in (True, False) if short or stages == 2 else (True,):
-                    launches.append(
-                        BackwardLaunch(
-                            "norm_backward",
-                            grid=parts * plan.cluster_size,
-                            block=block,
-                            shared_bytes=_plan_backward._asked(stages * stage_bytes),
-                            rows_per_block=rows_per_block,
-                            stages=stages,
-                            parts=parts,
-                            bulk=bulk,
-                        )
-                    )
+            launches.append(
+                BackwardLaunch(
+                    "norm_backward",
+                    grid=parts * plan.cluster_size,
+                    block=block,
+                    shared_bytes=_plan_backward._asked(stages * stage_bytes),
+                    rows_per_block=rows_per_block,
+                    stages=stages,
+                    parts=parts,
+                    bulk=bulk,
+                )
+            )
     return launches
 
 

@@ -105,10 +105,10 @@ template <typename DB, typename X, typename D, typename R, typename W>
 __host__ __device__ constexpr bool is_held(int elements, int threads) {
     const int accumulation = static_cast<int>(sizeof(typename Accumulation<X>::type));
     const int staged = static_cast<int>(sizeof(X) + sizeof(D)) + (is_array<R> ? sizeof(R) : 0);
-    if (elements * accumulation <= 64) {
+    if (elements * accumulation <= 64 && threads <= 512) {
         return elements * (staged + static_cast<int>(sizeof(W))) <= 192;
     }
-    // Longer rows where it is certain: the weight comes to be held in the accumulation type, and
+    // Longer rows and larger blocks where it is certain: the weight comes to be held in the accumulation type, and
     // registers are given to four warps at a time.
     const int registers = elements * (accumulation * (is_array<DB> ? 3 : 2) + staged) / 4;
     return registers + 40 <= 64 * 1024 / ((threads + 127) / 128 * 128) && registers <= 208;
