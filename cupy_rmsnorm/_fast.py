@@ -19,7 +19,9 @@ and stream alone, so both roads run the same kernel with the same arguments.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import operator
 import struct
 import sys
@@ -27,7 +29,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from . import _device
 from ._call import Array, Forward
@@ -38,10 +40,11 @@ if TYPE_CHECKING:
 
 ItemT = TypeVar("ItemT")
 
-# How many calls are kept of one function and its options, and how many of the latter; the oldest
-# goes first.
+# How many kinds of calls are kept of one function and its options, and how many of the latter; the
+# oldest goes first. And how many launches, of about 1 KB each: a loop comes back to its addresses.
 LIMIT = 512
 OPTIONS_LIMIT = 64
+LAUNCHES_LIMIT = 4096
 ALIGNMENT = 16  # bytes: where every array begins
 
 # What the packed arguments of every forward kernel begin with: the addresses of y, residual_out,
@@ -50,11 +53,44 @@ ALIGNMENT = 16  # bytes: where every array begins
 _ADDRESSES = struct.Struct("@8Q")
 _POINTER = struct.Struct("@Q")
 
+Done = tuple[Any, Any, Any, Any]  # y, residual_out, mean and rstd
+# A launch with all its arguments, and the buffer where those of the kernel lie. The driver copies
+# them and nobody changes them, so threads may share one.
+Launch = tuple[Callable[[], None], object]
+Launches = dict[Hashable, Launch]
+Bound = tuple[Launches, Hashable]  # where a bound norm keeps a launch
+
+
+class Road(Protocol):
+    """The short road of one array library; one function for the sake of its speed."""
+
+    def __call__(
+        self,
+        kept: Kept,
+        x: Any,
+        residual: Any,
+        weight: Any,
+        bias: Any,
+        out: Any,
+        residual_out: Any,
+        learnt: Entry | None = None,
+        bound: Bound | None = None,
+    ) -> Done | None:
+        """y, residual_out, mean and rstd, or None: the call has to take the general road.
+
+        x is of the library's own type. `kept` is what is kept of such calls; `learnt` joins it, if
+        this call qualifies. The launch of one with `bound` is kept there.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class Library:
     """What the short road asks of an array library."""
 
+    road: Road
+    # The short road of a bound norm, with its weight and bias: out, or None.
+    bind: Callable[[Kept, Any, Any], Callable[[Any, Any], Any]]
+    traced: Callable[[], bool] | None  # whether the library traces calls at the moment
     # The address of an array that qualifies on this device, else 0.
     input: Callable[[Any, int], int]
     output: Callable[[Any, int], int]
@@ -62,101 +98,13 @@ class Library:
     strided_input: Callable[[Any, int], int]
     strided_output: Callable[[Any, int], int]
     strides: Callable[[Any], tuple[int, ...]]  # in the library's own unit
-    empty_like: Callable[[Any, Any], Any]  # a new array, of a dtype of the library's own
-    empty: Callable[[Any, tuple[int, ...], Any], Any]  # the same, of another shape than x
+    like: Callable[[str, str], Callable[[Any], Any]]  # (dtype, x's dtype) -> what makes one like x
+    # A new array, of a dtype of the library's own and another shape than x.
+    new_at: Callable[[Any], int]  # the address of what one of these made; 0 if it has none
+    empty: Callable[[Any, tuple[int, ...], Any], Any]
     dtype: Callable[[str], Any]
     stream: Callable[[int], int]  # the raw handle of the device's current stream
     written: Callable[[Any], None] | None  # told of outputs that the caller gave
-
-
-def _torch_library(torch: Any) -> Library:
-    tensor, parameter = torch.Tensor, torch.nn.Parameter
-    grad_enabled = torch.is_grad_enabled
-
-    def address(array: Any, device: int) -> int:
-        # The negative bit is not asked for, which costs more than a pointer: a view that has it
-        # skips every other number, and is contiguous only where it has a single element.
-        try:
-            if array.get_device() == device and array.is_contiguous():
-                return array.data_ptr()  # type: ignore[no-any-return]
-        except RuntimeError:
-            pass  # no memory of its own, as within vmap
-        return 0
-
-    def input(array: Any, device: int) -> int:
-        cls = type(array)
-        if cls is not tensor and cls is not parameter:
-            return 0
-        if array.requires_grad and grad_enabled():
-            return 0
-        return address(array, device)
-
-    def output(array: Any, device: int) -> int:
-        return 0 if type(array) is not tensor or array.requires_grad else address(array, device)
-
-    def strided_address(array: Any, device: int) -> int:
-        try:
-            return array.data_ptr() if array.get_device() == device else 0
-        except RuntimeError:
-            return 0  # no memory of its own, as within vmap
-
-    def strided_input(array: Any, device: int) -> int:
-        if type(array) is not tensor or (array.requires_grad and grad_enabled()):
-            return 0
-        return strided_address(array, device)
-
-    def strided_output(array: Any, device: int) -> int:
-        if type(array) is not tensor or array.requires_grad:
-            return 0
-        return strided_address(array, device)
-
-    empty_like = torch.empty_like
-    raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    return Library(
-        input=input,
-        output=output,
-        strided_input=strided_input,
-        strided_output=strided_output,
-        strides=tensor.stride,
-        empty_like=lambda x, dtype: empty_like(x, dtype=dtype),
-        empty=lambda x, shape, dtype: x.new_empty(shape, dtype=dtype),
-        dtype=lambda name: getattr(torch, name),
-        stream=raw_stream or (lambda index: torch.cuda.current_stream(index).cuda_stream),
-        written=torch.autograd.graph.increment_version,
-    )
-
-
-def _cupy_library(cupy: Any) -> Library:
-    ndarray, cuda = cupy.ndarray, cupy.cuda
-
-    def address(array: Any, device: int) -> int:
-        if type(array) is not ndarray:
-            return 0
-        try:
-            contiguous = array._c_contiguous
-        except AttributeError:  # then the public way, which makes an object at each look
-            contiguous = array.flags.c_contiguous
-        data = array.data
-        return data.ptr if contiguous and data.device_id == device else 0
-
-    def strided_address(array: Any, device: int) -> int:
-        if type(array) is not ndarray:
-            return 0
-        data = array.data
-        return data.ptr if data.device_id == device else 0
-
-    return Library(
-        input=address,
-        output=address,
-        strided_input=strided_address,
-        strided_output=strided_address,
-        strides=operator.attrgetter("strides"),
-        empty_like=lambda x, dtype: ndarray(x.shape, dtype),
-        empty=lambda x, shape, dtype: ndarray(shape, dtype),
-        dtype=numpy_dtype,
-        stream=lambda index: cuda.get_current_stream(index).ptr,
-        written=None,
-    )
 
 
 class Entry:
@@ -173,11 +121,22 @@ class Entry:
         self._packed = launched.packed
         # A launch releases the GIL: each thread in one has a buffer of its own.
         self.buffers: deque[tuple[Any, int]] = deque()
+        self._launch = functools.partial(
+            self.launch,
+            self.handle,
+            *(self.grid, 1, 1),
+            *(self.block, 1, 1),
+            self.shared_bytes,
+        )
+        self._library = library
+        self._device = call.x.device.index
         self.y_dtype = library.dtype(call.y.dtype)
-        self.residual_dtype = library.dtype(call.residual.dtype) if call.residual else None
-        self.row_shape = call.row_shape
-        self.mean_dtype = library.dtype(call.mean.dtype) if call.mean else None
-        self.rstd_dtype = library.dtype(call.rstd.dtype) if call.rstd else None
+        self._y_like = library.like(call.y.dtype, call.x.dtype)
+        residual = call.residual or call.x
+        self._residual_like = library.like(residual.dtype, call.x.dtype)
+        self._row_shape = call.row_shape
+        self._mean_dtype = library.dtype(call.mean.dtype) if call.mean else None
+        self._rstd_dtype = library.dtype(call.rstd.dtype) if call.rstd else None
         self._x_bytes = _nbytes(call.x)
         self._y_bytes = _nbytes(call.y)
         self._residual_bytes = _nbytes(call.residual)
@@ -187,6 +146,80 @@ class Entry:
         self._y_may_be_x = call.y.dtype == call.x.dtype
         self._y_may_be_residual = call.y.dtype == residual_dtype
         self._residual_out_may_be_x = call.x.dtype == residual_dtype
+
+    def run(
+        self,
+        launches: Launches,
+        kind: Hashable,
+        stream: int,
+        at: tuple[int, ...],
+        arrays: tuple[Any, ...],
+        bound: Bound | None,
+    ) -> Done | None:
+        """Launch it, or return None before anything happened.
+
+        `arrays` are x, residual, weight, bias, out and residual_out, contiguous and of the shapes
+        and dtypes that `kind` says; `at` has their addresses.
+        """
+        x_at, residual_at, weight_at, bias_at, y_at, residual_out_at = at
+        x, residual, _, _, out, residual_out = arrays
+        library = self._library
+        y, sums, mean, rstd = out, residual_out, None, None
+        mean_at = rstd_at = 0
+        if out is None:
+            y = self._y_like(x)
+            y_at = library.new_at(y)
+        if residual is not None and residual_out is None:
+            sums = self._residual_like(x)
+            residual_out_at = library.new_at(sums)
+        if self._rstd_dtype is not None:
+            rstd = library.empty(x, self._row_shape, self._rstd_dtype)
+            rstd_at = library.new_at(rstd)
+            if self._mean_dtype is not None:
+                mean = library.empty(x, self._row_shape, self._mean_dtype)
+                mean_at = library.new_at(mean)
+        key: Hashable
+        if bound is not None:
+            launches, key = bound
+        elif rstd is None:
+            key = (kind, stream, x_at, residual_at, weight_at, bias_at, y_at, residual_out_at)
+        else:
+            key = (kind, stream, *at, y_at, residual_out_at, mean_at, rstd_at)
+        found = launches.get(key)
+        if found is None:
+            looks = (*4 * [library.input], *2 * [library.output])
+            for array, look in zip(arrays, looks, strict=True):
+                if array is not None and not look(array, self._device):
+                    return None
+            for array in (y, sums, mean, rstd):
+                if array is not None and not library.output(array, self._device):
+                    return None
+            if (x_at | residual_at | weight_at | bias_at | y_at | residual_out_at) % ALIGNMENT:
+                return None
+            if not self.separate(x_at, residual_at, weight_at, bias_at, y_at, residual_out_at):
+                return None
+            at = (y_at, residual_out_at, mean_at, rstd_at, x_at, residual_at, weight_at, bias_at)
+            found = self._bind(stream, at)
+            with _lock:
+                if len(launches) >= LAUNCHES_LIMIT:
+                    launches.clear()
+                if self.epoch == epoch:
+                    launches[key] = found
+        try:
+            found[0]()
+        except RuntimeError:  # as in a thread without a context: the general road tells why
+            return None
+        if library.written is not None:
+            for given in (out, residual_out):
+                if given is not None:
+                    library.written(given)
+        return y, sums, mean, rstd
+
+    def _bind(self, stream: int, at: tuple[int, ...]) -> Launch:
+        """The launch with these addresses, in the order of the kernel's arguments."""
+        buffer, address = self.new_buffer()
+        _ADDRESSES.pack_into(buffer, 8, *at)
+        return functools.partial(self._launch, stream, address, 0), buffer
 
     def separate(
         self, x: int, residual: int, weight: int, bias: int, y: int, residual_out: int
@@ -226,7 +259,19 @@ class Entry:
         return buffer, address
 
 
-Kept = dict[Hashable, Entry]  # by dtypes, shapes, device
+class Kept(dict[Hashable, Entry]):
+    """What is kept of the calls of one function with equal options: by devices, dtypes, shapes."""
+
+    __slots__ = ("launches",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: Launches = {}  # by these, stream and addresses
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        super().clear()
+        self.launches.clear()
 
 
 def _nbytes(array: Array | float | None) -> int:
@@ -263,7 +308,7 @@ def kept(function: str, options: tuple[object, ...], out_dtype: object) -> Kept 
         return None
     except KeyError:
         with _lock:
-            return _bounded(_kept, OPTIONS_LIMIT).setdefault(key, {})
+            return _bounded(_kept, OPTIONS_LIMIT).setdefault(key, Kept())
 
 
 def keep(entries: Kept, key: Hashable, learnt: Entry) -> None:
@@ -273,135 +318,414 @@ def keep(entries: Kept, key: Hashable, learnt: Entry) -> None:
             _bounded(entries, LIMIT)[key] = learnt
 
 
-def forward(
-    entries: Kept,
-    x: Any,
-    residual: Any,
-    weight: Any,
-    bias: Any,
-    out: Any,
-    residual_out: Any,
-    learnt: Entry | None = None,
-) -> tuple[Any, Any, Any, Any] | None:
-    """y, residual_out, mean and rstd, or None: the call has to take the general road.
+def _torch_library(torch: Any) -> Library:
+    tensor, parameter = torch.Tensor, torch.nn.Parameter
+    compiling = torch.compiler.is_compiling
+    grad_enabled, forward_ad = torch.is_grad_enabled, torch.autograd.forward_ad
+    increment_version = _increment_version(torch)
+    raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if raw_stream is None:
+        raw_stream = _public_stream(torch)
+    current_device = _device.runtime().getDevice
 
-    `entries` is what is `kept` of such calls; `learnt` joins it, if this call qualifies. All is one
-    function for the sake of its speed.
-    """
+    def address(array: Any, device: int) -> int:
+        # The negative bit is not asked for, which costs more than a pointer: a view that has it
+        # skips every other number, and is contiguous only where it has a single element.
+        try:
+            if array.get_device() == device and array.is_contiguous():
+                return array.data_ptr()  # type: ignore[no-any-return]
+        except RuntimeError:
+            pass  # no memory of its own, as within vmap
+        return 0
+
+    def input(array: Any, device: int) -> int:
+        cls = type(array)
+        if cls is not tensor and cls is not parameter:
+            return 0
+        if array.requires_grad and grad_enabled():
+            return 0
+        return address(array, device)
+
+    def output(array: Any, device: int) -> int:
+        return 0 if type(array) is not tensor or array.requires_grad else address(array, device)
+
+    def strided_address(array: Any, device: int) -> int:
+        if forward_ad._current_level >= 0:  # where it may be a dual tensor
+            return 0
+        try:
+            return array.data_ptr() if array.get_device() == device else 0
+        except RuntimeError:
+            return 0  # no memory of its own, as within vmap
+
+    def strided_input(array: Any, device: int) -> int:
+        if type(array) is not tensor or (array.requires_grad and grad_enabled()):
+            return 0
+        return strided_address(array, device)
+
+    def strided_output(array: Any, device: int) -> int:
+        if type(array) is not tensor or array.requires_grad:
+            return 0
+        return strided_address(array, device)
+
+    def road(
+        kept: Kept,
+        x: Any,
+        residual: Any,
+        weight: Any,
+        bias: Any,
+        out: Any,
+        residual_out: Any,
+        learnt: Entry | None = None,
+        bound: Bound | None = None,
+    ) -> Done | None:
+        residual_at = weight_at = bias_at = y_at = residual_out_at = 0
+        weight_dtype = weight_shape = bias_dtype = bias_shape = None
+        residual_dtype = y_dtype = residual_out_dtype = None
+        # The negative bit is not asked for, which costs more than a pointer: a view that has it
+        # skips every other number, and is contiguous only where it has a single element.
+        try:
+            device = x.get_device()
+            shape = x.shape
+            x_at = x.data_ptr()
+            tracked = x.requires_grad
+            contiguous = x.is_contiguous()
+            if weight is not None:
+                cls = type(weight)
+                if (cls is not parameter and cls is not tensor) or not weight.is_contiguous():
+                    return None
+                tracked = tracked or weight.requires_grad
+                weight_at = weight.data_ptr()
+                weight_dtype = weight.dtype
+                weight_shape = weight.shape
+            if bias is not None:
+                cls = type(bias)
+                if (cls is not parameter and cls is not tensor) or not bias.is_contiguous():
+                    return None
+                tracked = tracked or bias.requires_grad
+                bias_at = bias.data_ptr()
+                bias_dtype = bias.dtype
+                bias_shape = bias.shape
+            if residual is not None:
+                cls = type(residual)
+                if (cls is not tensor and cls is not parameter) or not residual.is_contiguous():
+                    return None
+                tracked = tracked or residual.requires_grad
+                residual_at = residual.data_ptr()
+                residual_dtype = residual.dtype
+                if residual.shape != shape:
+                    return None
+            if out is not None:
+                if type(out) is not tensor or not out.is_contiguous() or out.requires_grad:
+                    return None
+                y_at = out.data_ptr()
+                y_dtype = out.dtype
+                if out.shape != shape:
+                    return None
+            if residual_out is not None:
+                cls = type(residual_out)
+                if cls is not tensor or not residual_out.is_contiguous():
+                    return None
+                residual_out_at = residual_out.data_ptr()
+                residual_out_dtype = residual_out.dtype
+                if residual_out.requires_grad or residual_out.shape != shape:
+                    return None
+        except RuntimeError:  # no memory of its own, as within vmap
+            return None
+        if not contiguous or (tracked and grad_enabled()) or forward_ad._current_level >= 0:
+            return None
+        kind = (
+            current_device(),
+            device,
+            x.dtype,
+            shape,
+            weight_dtype,
+            weight_shape,
+            bias_dtype,
+            bias_shape,
+            residual_dtype,
+            y_dtype,
+            residual_out_dtype,
+        )
+        stream = raw_stream(device)
+        if out is not None and bound is None:
+            key = (kind, stream, x_at, residual_at, weight_at, bias_at, y_at, residual_out_at)
+            found = kept.launches.get(key)
+            if found is not None:
+                try:
+                    found[0]()
+                except RuntimeError:
+                    return None
+                increment_version((out,) if residual_out is None else (out, residual_out))
+                return out, residual_out, None, None
+        if learnt is not None:
+            keep(kept, kind, learnt)
+            return None
+        entry = kept.get(kind)
+        if entry is None:
+            return None
+        at = (x_at, residual_at, weight_at, bias_at, y_at, residual_out_at)
+        arrays = (x, residual, weight, bias, out, residual_out)
+        return entry.run(kept.launches, kind, stream, at, arrays, bound)
+
+    def bind(kept: Kept, weight: Any, bias: Any) -> Callable[[Any, Any], Any]:
+        launches: Launches = {}
+
+        def short(x: Any, out: Any) -> Any:
+            if compiling():
+                return None
+            bound = None
+            if alone and type(out) is tensor:
+                try:
+                    device = x.get_device()
+                    shape = x.shape
+                    key = (
+                        epoch,
+                        current_device(),
+                        raw_stream(device),
+                        x.data_ptr(),
+                        out.data_ptr(),
+                        weight.data_ptr(),
+                        x.dtype,
+                        out.dtype,
+                        weight.dtype,
+                        shape,
+                        weight.shape,
+                        x.is_contiguous() and out.is_contiguous() and weight.is_contiguous(),
+                    )
+                    tracked = x.requires_grad or weight.requires_grad
+                    fits = out.shape == shape and not out.requires_grad
+                except RuntimeError:  # no memory of its own, as within vmap
+                    return None
+                if not fits or forward_ad._current_level >= 0 or (tracked and grad_enabled()):
+                    return None
+                found = launches.get(key)
+                if found is not None:
+                    try:
+                        found[0]()
+                    except RuntimeError:
+                        return None
+                    increment_version((out,))
+                    return out
+                bound = (launches, key)
+            done = road(kept, x, None, weight, bias, out, None, None, bound)
+            return None if done is None else done[0]
+
+        alone = bias is None and type(weight) in (tensor, parameter)
+        return short
+
+    def like(name: str, x_name: str) -> Callable[[Any], Any]:
+        if name == x_name:  # an argument more costs half a microsecond
+            return torch.empty_like  # type: ignore[no-any-return]
+        return functools.partial(torch.empty_like, dtype=getattr(torch, name))
+
+    def new_at(array: Any) -> int:
+        try:
+            return array.data_ptr()  # type: ignore[no-any-return]
+        except RuntimeError:
+            return 0
+
+    return Library(
+        road=road,
+        bind=bind,
+        traced=compiling,
+        input=input,
+        output=output,
+        strided_input=strided_input,
+        strided_output=strided_output,
+        strides=tensor.stride,
+        like=like,
+        new_at=new_at,
+        empty=lambda x, shape, dtype: x.new_empty(shape, dtype=dtype),
+        dtype=lambda name: getattr(torch, name),
+        stream=raw_stream,
+        written=torch.autograd.graph.increment_version,
+    )
+
+
+def _public_stream(torch: Any) -> Callable[[int], int]:
+    def stream(index: int) -> int:
+        return torch.cuda.current_stream(index).cuda_stream  # type: ignore[no-any-return]
+
+    return stream
+
+
+def _increment_version(torch: Any) -> Callable[[tuple[Any, ...]], None]:
+    """torch.autograd.graph.increment_version without its Python, if that is still how it works."""
+    with contextlib.suppress(AttributeError, TypeError):
+        direct: Callable[[tuple[Any, ...]], None] = torch._C._increment_version
+        direct((torch.empty(0),))
+        return direct
+    public = torch.autograd.graph.increment_version
+
+    def increment_version(tensors: tuple[Any, ...]) -> None:
+        for tensor in tensors:
+            public(tensor)
+
+    return increment_version
+
+
+def _cupy_library(cupy: Any) -> Library:
+    ndarray, current_stream = cupy.ndarray, cupy.cuda.get_current_stream
+    current_device = _device.runtime().getDevice
+
+    def address(array: Any, device: int) -> int:
+        if type(array) is not ndarray:
+            return 0
+        data = array.data
+        return data.ptr if array._c_contiguous and data.device_id == device else 0
+
+    def strided_address(array: Any, device: int) -> int:
+        if type(array) is not ndarray:
+            return 0
+        data = array.data
+        return data.ptr if data.device_id == device else 0
+
+    def road(
+        kept: Kept,
+        x: Any,
+        residual: Any,
+        weight: Any,
+        bias: Any,
+        out: Any,
+        residual_out: Any,
+        learnt: Entry | None = None,
+        bound: Bound | None = None,
+    ) -> Done | None:
+        residual_at = weight_at = bias_at = y_at = residual_out_at = 0
+        weight_dtype = weight_shape = bias_dtype = bias_shape = None
+        residual_dtype = y_dtype = residual_out_dtype = None
+        data = x.data
+        device = data.device_id
+        x_at = data.ptr
+        shape = x.shape
+        if not x._c_contiguous:
+            return None
+        if weight is not None:
+            if type(weight) is not ndarray or not weight._c_contiguous:
+                return None
+            weight_at = weight.data.ptr
+            weight_dtype = weight.dtype
+            weight_shape = weight.shape
+        if bias is not None:
+            if type(bias) is not ndarray or not bias._c_contiguous:
+                return None
+            bias_at = bias.data.ptr
+            bias_dtype = bias.dtype
+            bias_shape = bias.shape
+        if residual is not None:
+            if type(residual) is not ndarray or not residual._c_contiguous:
+                return None
+            residual_at = residual.data.ptr
+            residual_dtype = residual.dtype
+            if residual.shape != shape:
+                return None
+        if out is not None:
+            if type(out) is not ndarray or not out._c_contiguous or out.shape != shape:
+                return None
+            y_at = out.data.ptr
+            y_dtype = out.dtype
+        if residual_out is not None:
+            if type(residual_out) is not ndarray or not residual_out._c_contiguous:
+                return None
+            residual_out_at = residual_out.data.ptr
+            residual_out_dtype = residual_out.dtype
+            if residual_out.shape != shape:
+                return None
+        kind = (
+            current_device(),
+            device,
+            x.dtype,
+            shape,
+            weight_dtype,
+            weight_shape,
+            bias_dtype,
+            bias_shape,
+            residual_dtype,
+            y_dtype,
+            residual_out_dtype,
+        )
+        stream = current_stream(device).ptr
+        if out is not None and bound is None:
+            key = (kind, stream, x_at, residual_at, weight_at, bias_at, y_at, residual_out_at)
+            found = kept.launches.get(key)
+            if found is not None:
+                try:
+                    found[0]()
+                except RuntimeError:
+                    return None
+                return out, residual_out, None, None
+        if learnt is not None:
+            keep(kept, kind, learnt)
+            return None
+        entry = kept.get(kind)
+        if entry is None:
+            return None
+        at = (x_at, residual_at, weight_at, bias_at, y_at, residual_out_at)
+        arrays = (x, residual, weight, bias, out, residual_out)
+        return entry.run(kept.launches, kind, stream, at, arrays, bound)
+
+    def bind(kept: Kept, weight: Any, bias: Any) -> Callable[[Any, Any], Any]:
+        # An array keeps its memory and dtype for life: weight and bias need no look.
+        launches: Launches = {}
+
+        def short(x: Any, out: Any) -> Any:
+            bound = None
+            if type(out) is ndarray and x._c_contiguous and out._c_contiguous:
+                device = current_device()
+                shape = x.shape
+                key = (
+                    epoch,
+                    device,
+                    current_stream(device).ptr,
+                    x.data.ptr,
+                    out.data.ptr,
+                    x.dtype,
+                    out.dtype,
+                    shape,
+                )
+                found = launches.get(key)
+                if found is not None and out.shape == shape:
+                    try:
+                        found[0]()
+                    except RuntimeError:
+                        return None
+                    return out
+                bound = (launches, key)
+            done = road(kept, x, None, weight, bias, out, None, None, bound)
+            return None if done is None else done[0]
+
+        return short
+
+    def like(name: str, x_name: str) -> Callable[[Any], Any]:
+        dtype = numpy_dtype(name)
+        return lambda x: ndarray(x.shape, dtype)
+
+    return Library(
+        road=road,
+        bind=bind,
+        traced=None,
+        input=address,
+        output=address,
+        strided_input=strided_address,
+        strided_output=strided_address,
+        strides=operator.attrgetter("strides"),
+        like=like,
+        new_at=operator.attrgetter("data.ptr"),
+        empty=lambda x, shape, dtype: ndarray(shape, dtype),
+        dtype=numpy_dtype,
+        stream=lambda index: current_stream(index).ptr,
+        written=None,
+    )
+
+
+def forward(
+    kept: Kept, x: Any, residual: Any, weight: Any, bias: Any, out: Any, residual_out: Any
+) -> Done | None:
+    """y, residual_out, mean and rstd, or None: the call has to take the general road."""
     library = libraries.get(type(x))
     if library is None:
         return None
-    device = _device.ready()
-    look = library.input
-    x_at = look(x, device)
-    if not x_at:
-        return None
-    shape = x.shape
-    residual_at = weight_at = bias_at = y_at = residual_out_at = 0
-    weight_dtype = weight_shape = bias_dtype = bias_shape = None
-    residual_dtype = y_dtype = residual_out_dtype = None
-    if weight is not None:
-        weight_at = look(weight, device)
-        if not weight_at:
-            return None
-        weight_dtype = weight.dtype
-        weight_shape = weight.shape
-    if bias is not None:
-        bias_at = look(bias, device)
-        if not bias_at:
-            return None
-        bias_dtype = bias.dtype
-        bias_shape = bias.shape
-    if residual is not None:
-        residual_at = look(residual, device)
-        if not residual_at or residual.shape != shape:
-            return None
-        residual_dtype = residual.dtype
-    if out is not None:
-        y_at = library.output(out, device)
-        if not y_at or out.shape != shape:
-            return None
-        y_dtype = out.dtype
-    if residual_out is not None:
-        residual_out_at = library.output(residual_out, device)
-        if not residual_out_at or residual_out.shape != shape:
-            return None
-        residual_out_dtype = residual_out.dtype
-    if (x_at | residual_at | weight_at | bias_at | y_at | residual_out_at) % ALIGNMENT:
-        return None
-    key = (
-        device,
-        x.dtype,
-        shape,
-        weight_dtype,
-        weight_shape,
-        bias_dtype,
-        bias_shape,
-        residual_dtype,
-        y_dtype,
-        residual_out_dtype,
-    )
-    if learnt is not None:
-        keep(entries, key, learnt)
-        return None
-    entry = entries.get(key)
-    if entry is None:
-        return None
-    if (y_at or residual_out_at) and not entry.separate(
-        x_at, residual_at, weight_at, bias_at, y_at, residual_out_at
-    ):
-        return None
-    y, sums = out, residual_out
-    if out is None:
-        y = library.empty_like(x, entry.y_dtype)
-        y_at = library.output(y, device)
-        if not y_at or y_at % ALIGNMENT:
-            return None
-    if residual is not None and residual_out is None:
-        sums = library.empty_like(x, entry.residual_dtype)
-        residual_out_at = library.output(sums, device)
-        if not residual_out_at or residual_out_at % ALIGNMENT:
-            return None
-    mean = rstd = None
-    mean_at = rstd_at = 0
-    if entry.rstd_dtype is not None:
-        rstd = library.empty(x, entry.row_shape, entry.rstd_dtype)
-        rstd_at = library.output(rstd, device)
-        if not rstd_at:
-            return None
-        if entry.mean_dtype is not None:
-            mean = library.empty(x, entry.row_shape, entry.mean_dtype)
-            mean_at = library.output(mean, device)
-            if not mean_at:
-                return None
-    try:
-        held = entry.buffers.pop()
-    except IndexError:
-        held = entry.new_buffer()
-    buffer, address = held
-    _ADDRESSES.pack_into(
-        buffer, 8, y_at, residual_out_at, mean_at, rstd_at, x_at, residual_at, weight_at, bias_at
-    )
-    entry.launch(
-        entry.handle,
-        entry.grid,
-        1,
-        1,
-        entry.block,
-        1,
-        1,
-        entry.shared_bytes,
-        library.stream(device),
-        address,
-        0,
-    )
-    entry.buffers.append(held)
-    if library.written is not None:
-        if out is not None:
-            library.written(out)
-        if residual_out is not None:
-            library.written(residual_out)
-    return y, sums, mean, rstd
+    return library.road(kept, x, residual, weight, bias, out, residual_out)
 
 
 def remember(
@@ -423,10 +747,12 @@ def remember(
     library = known_library(type(x))
     if library is None or checked.hidden_size == 1:  # may have torch's negative bit
         return
+    if _device.ready() != checked.x.device.index:
+        return
     made = (checked.y.pointer, checked.residual_out.pointer if checked.residual_out else 0)
     if not any(pointer % ALIGNMENT for pointer in made):
         learnt = Entry(library, checked, launched, began)
-        forward(entries, x, residual, weight, bias, out, residual_out, learnt)
+        library.road(entries, x, residual, weight, bias, out, residual_out, learnt)
 
 
 def _bounded(kept: dict[Hashable, ItemT], limit: int) -> dict[Hashable, ItemT]:
@@ -451,6 +777,6 @@ def known_library(cls: type) -> Library | None:
         torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
         if torch is not None and cls is torch.Tensor:
             libraries[cls] = _torch_library(torch)
-        elif cupy is not None and cls is cupy.ndarray:
+        elif cupy is not None and cls is cupy.ndarray and hasattr(cls, "_c_contiguous"):
             libraries[cls] = _cupy_library(cupy)
     return libraries.get(cls)

@@ -51,12 +51,16 @@ def normalize(
 ) -> ArrayT:
     """Run rms_norm or layer_norm."""
     kept = None
-    if not traced(x) and where is None and valid_rows is None:
-        kept = _fast.kept(function, options, out_dtype)
-        if kept is not None:
-            done = _fast.forward(kept, x, None, weight, bias, out, None)
-            if done is not None:
-                return done[0]  # type: ignore[no-any-return]
+    if where is None and valid_rows is None:
+        library = _fast.libraries.get(type(x))
+        if library is None:
+            kept = None if traced(x) else _fast.kept(function, options, out_dtype)
+        elif library.traced is None or not library.traced():
+            kept = _fast.kept(function, options, out_dtype)
+            if kept is not None:
+                done = library.road(kept, x, None, weight, bias, out, None)
+                if done is not None:
+                    return done[0]  # type: ignore[no-any-return]
     return normalize_anew(
         function, norm, x, weight, bias, options, where, valid_rows, out, out_dtype, kept
     )

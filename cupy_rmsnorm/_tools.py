@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from . import _fast, _roads, _run
@@ -13,12 +13,22 @@ from ._call import Norm, WarmupCall
 from ._docs import Axis, CastOption, MaskedOption, documented
 
 ArrayT = TypeVar("ArrayT")
+Short = Callable[[Any, Any], Any]  # (x, out) -> y, or None
 
 
 class BoundNorm:
     """A normalisation with its weight and options held: ``norm(x, out=None)``."""
 
-    __slots__ = ("_bias", "_function", "_kept", "_norm", "_options", "_out_dtype", "_weight")
+    __slots__ = (
+        "_bias",
+        "_function",
+        "_kept",
+        "_norm",
+        "_options",
+        "_out_dtype",
+        "_short",
+        "_weight",
+    )
 
     def __init__(
         self,
@@ -46,13 +56,15 @@ class BoundNorm:
         self._bias = bias
         self._options = options
         self._kept = _fast.kept(function, options, self._out_dtype)
+        self._short: dict[type, Short] = {}  # by the type of x
 
     def __call__(self, x: ArrayT, out: ArrayT | None = None) -> ArrayT:
         """Normalise `x`; `out` is as in the function that this binds."""
-        if self._kept is not None and not _roads.traced(x):
-            done = _fast.forward(self._kept, x, None, self._weight, self._bias, out, None)
+        short = self._short.get(type(x)) or self._find_short(x)
+        if short is not None:
+            done: ArrayT | None = short(x, out)
             if done is not None:
-                return done[0]  # type: ignore[no-any-return]
+                return done
         return _roads.normalize_anew(
             self._function,
             self._norm,
@@ -66,6 +78,14 @@ class BoundNorm:
             self._out_dtype,
             self._kept,
         )
+
+    def _find_short(self, x: object) -> Short | None:
+        library = _fast.libraries.get(type(x))
+        if library is None or self._kept is None or _roads.traced(x):
+            return None
+        short = library.bind(self._kept, self._weight, self._bias)
+        self._short[type(x)] = short
+        return short
 
     def __repr__(self) -> str:
         return f"<bound {self._function}>"

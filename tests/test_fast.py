@@ -13,6 +13,7 @@ import json
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +62,7 @@ class Driver:
     def __init__(self) -> None:
         self.launches: list[Launch] = []
         self._functions: list[Specialisation] = []
+        self.fails = False  # on the short road
 
     def function(self, specialisation: Specialisation, device: int, shared_bytes: int = 0) -> Any:
         self._functions.append(specialisation)
@@ -73,6 +75,8 @@ class Driver:
     ) -> None:
         grid, _, _, block, _, _, shared_bytes, stream, parameters, extra = geometry_and_stream
         specialisation = self._functions[function]
+        if parameters and self.fails:
+            raise RuntimeError("CUDA_ERROR_INVALID_CONTEXT: invalid device context")
         size = _kernel._packer(specialisation.kernel, "float32").size
         if parameters:
             address = ctypes.c_void_p.from_address(parameters).value
@@ -104,10 +108,11 @@ class CuPyLibrary:
 
         self.cupy = cupy
         self.offset = 0  # of new memory, from a multiple of 512 bytes
+        self.current_device = 0
         stream = SimpleNamespace(ptr=STREAM)
         for target, name, value in (
             (cupy.cuda, "get_current_stream", lambda device=-1: stream),
-            (cupy.cuda.runtime, "getDevice", lambda: 0),
+            (cupy.cuda.runtime, "getDevice", lambda: self.current_device),
             (cupy.cuda.runtime, "setDevice", lambda device: None),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
@@ -150,7 +155,12 @@ class TorchLibrary:
                 torch._C, "_cuda_getCurrentRawStream", return_value=STREAM, create=True
             )
         )
-        stack.enter_context(mock.patch.object(_device, "ready", return_value=0))
+        self.current_device = 0
+        runtime = SimpleNamespace(getDevice=lambda: self.current_device)
+        stack.enter_context(mock.patch.object(_device, "runtime", return_value=runtime))
+        stack.enter_context(
+            mock.patch.object(_device, "ready", side_effect=lambda: self.current_device)
+        )
         stack.enter_context(mock.patch.object(_cpu, "forward", self._forward))
         stack.enter_context(mock.patch.object(_cpu, "forward_pair", self._forward_pair))
         stack.enter_context(
@@ -460,11 +470,28 @@ def test_in_place_needs_equal_dtypes(driver: Driver, library: Any) -> None:
 def test_the_current_device_decides(driver: Driver, library: Any) -> None:
     for _ in range(2):
         call_again(library, "")
-    with mock.patch.object(_device, "ready", return_value=1):
+    library.current_device = 1
+    for _ in range(2):
         call_again(library, "")
-    with mock.patch.object(_device, "ready", return_value=-1):  # a thread without a context
-        call_again(library, "")
-    assert [launch.short for launch in driver.launches] == [False, True, False, False]
+    library.current_device = 0
+    call_again(library, "")
+    assert [launch.short for launch in driver.launches] == [False, True, False, False, True]
+
+
+def test_a_launch_that_fails_is_left_to_the_general_road(driver: Driver, library: Any) -> None:
+    """In a thread without a context the general road makes one."""
+    x, out = library.empty((ROWS, HIDDEN_SIZE)), library.empty((ROWS, HIDDEN_SIZE))
+    bound = norms.bind_rms_norm(library.empty((HIDDEN_SIZE,)))
+    calls = (lambda: norms.rms_norm(x, out=out), lambda: norms.rms_norm(x), lambda: bound(x, out))
+    for call in calls:
+        call()
+        call()
+        driver.launches.clear()
+        driver.fails = True
+        call()
+        driver.fails = False
+        call()
+        assert [launch.short for launch in driver.launches] == [False, True]
 
 
 def test_gradients(driver: Driver, torch_library: TorchLibrary) -> None:
@@ -481,6 +508,42 @@ def test_gradients(driver: Driver, torch_library: TorchLibrary) -> None:
         norms.rms_norm(x, weight, out=out)
     with torch.no_grad(), pytest.raises(ValueError, match=r"^out must not require grad"):
         norms.rms_norm(x, weight, out=out.clone().requires_grad_())
+    assert len(driver.launches) == 2
+
+
+def test_a_bound_weight_of_another_dtype_at_its_old_address(
+    driver: Driver, torch_library: TorchLibrary
+) -> None:
+    torch = torch_library.torch
+    x, out = (torch_library.empty((ROWS, HIDDEN_SIZE)) for _ in range(2))
+    weight = torch.nn.Parameter(torch_library.empty((HIDDEN_SIZE,)), False)
+    bound = norms.bind_rms_norm(weight)
+    for _ in range(2):
+        bound(x, out)
+    weight.data = weight.data.view(torch.bfloat16)
+    for _ in range(2):
+        bound(x, out)
+    arguments = [launch.specialisation.template_arguments for launch in driver.launches]
+    assert ["__nv_bfloat16" in of_launch for of_launch in arguments] == [False, False, True, True]
+    weight.data = weight.data[:32]
+    with pytest.raises(ValueError, match=r"^weight must have shape \(64,\), got \(32,\)$"):
+        bound(x, out)
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_forward_mode_is_refused(driver: Driver, torch_library: TorchLibrary, bound: bool) -> None:
+    x, out = (torch_library.empty((ROWS, HIDDEN_SIZE)) for _ in range(2))
+    weight = torch_library.empty((HIDDEN_SIZE,))
+    norm = norms.bind_rms_norm(weight)
+    call = norm if bound else lambda x, out: norms.rms_norm(x, weight, out=out)
+    for _ in range(2):
+        call(x, out)
+    forward_ad = torch_library.torch.autograd.forward_ad
+    with forward_ad.dual_level(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of how it sets this up
+        dual = forward_ad.make_dual(x, x)
+        with pytest.raises((RuntimeError, TypeError), match=r"^x "):
+            call(dual, out)
     assert len(driver.launches) == 2
 
 
@@ -531,6 +594,61 @@ def test_the_number_of_kept_calls_is_bounded(
     assert [launch.short for launch in driver.launches] == [True, False]
 
 
+def test_the_number_of_kept_launches_is_bounded(
+    driver: Driver, library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_fast, "LAUNCHES_LIMIT", 3)
+    pairs = [(library.empty((1, 64)), library.empty((1, 64))) for _ in range(5)]
+    for x, out in pairs + pairs:
+        norms.rms_norm(x, out=out)
+        assert all(len(kept.launches) <= 3 for kept in _fast._kept.values())
+    for launch, (x, out) in zip(driver.launches, pairs + pairs, strict=True):
+        fields = _kernel._packer("norm_forward", "float32").unpack(launch.packed)
+        assert (fields[4], fields[0]) == (library.address(x), library.address(out))
+    assert [launch.short for launch in driver.launches] == [False, *9 * [True]]
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_the_same_addresses_with_other_arrays(driver: Driver, library: Any, bound: bool) -> None:
+    """A launch is found again by its addresses, but not for another shape or dtype there."""
+    room, other = library.empty((4096,)), library.empty((4096,))
+    half, brain = room.dtype, library.empty((1,), "bfloat16").dtype
+    weight = library.empty((64,))
+    norm = norms.bind_rms_norm(weight)
+    shapes = ((8, 64), (16, 64), (2, 4, 64))
+    seen = []
+    for repeat in range(3):
+        for dtype in (half, brain):
+            for shape in shapes:
+                x = room[: int(np.prod(shape))].view(dtype).reshape(shape)
+                out = other[: int(np.prod(shape))].view(dtype).reshape(shape)
+                assert (norm(x, out) if bound else norms.rms_norm(x, weight, out=out)) is out
+                seen.append((repeat, dtype, shape))
+    assert [launch.short for launch in driver.launches] == [repeat > 0 for repeat, _, _ in seen]
+    for launch, (_, dtype, shape) in zip(driver.launches, seen, strict=True):
+        rows = _kernel._packer("norm_forward", "float32").unpack(launch.packed)[10]
+        assert rows == int(np.prod(shape[:-1]))
+        cpp = "__half" if dtype == half else "__nv_bfloat16"
+        assert launch.specialisation.template_arguments[1] == cpp
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_shape_that_is_wrong_at_known_addresses(
+    driver: Driver, library: Any, bound: bool
+) -> None:
+    x, out, weight = library.empty((8, 64)), library.empty((8, 64)), library.empty((64,))
+    norm = norms.bind_rms_norm(weight)
+    call = norm if bound else lambda x, out: norms.rms_norm(x, weight, out=out)
+    for _ in range(3):
+        call(x, out)
+    for wrong in (out.reshape(4, 128), out[:4], out.T):
+        with pytest.raises(ValueError, match=r"^out must have shape \(8, 64\)"):
+            call(x, wrong)
+    strided = out.reshape(-1)[:256].reshape(4, 64)[:, :32]
+    with pytest.raises(ValueError, match=r"^weight must have shape"):
+        call(strided, None)
+
+
 def test_threads(driver: Driver, library: Any) -> None:
     """Each launch has the addresses of one caller, in first calls and in later ones."""
     threads, calls = 16, 40
@@ -566,8 +684,8 @@ def test_threads(driver: Driver, library: Any) -> None:
     for launch in driver.launches:
         fields = _kernel._packer("norm_forward", "float32").unpack(launch.packed)
         assert addresses[fields[4]] == fields[0]
-    (entry,) = (entry for kept in _fast._kept.values() for entry in kept.values())
-    assert 1 <= len(entry.buffers) <= threads
+    (kept,) = (kept for kept in _fast._kept.values() if kept)
+    assert len(kept.launches) == threads
 
 
 # On the emulator --------------------------------------------------------------------------------
