@@ -16,9 +16,9 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import numpy as np
@@ -26,14 +26,21 @@ import numpy as np
 import cupy_rmsnorm
 from cupy_rmsnorm import _cuda, _cuda_backward
 from cupy_rmsnorm._call import Norm
+from cupy_rmsnorm._candidates import (
+    backward_candidates,
+    backward_fault,
+    forward_candidates,
+    forward_fault,
+)
 from cupy_rmsnorm._cuda import ForwardKind, specialise_forward
 from cupy_rmsnorm._dtypes import TABLE
 from cupy_rmsnorm._kernel import Specialisation
 from cupy_rmsnorm._plan import VECTOR_BYTES, Launch, Plan, choose_launch, choose_plan
-from cupy_rmsnorm._plan_backward import BackwardLaunch
+from cupy_rmsnorm._plan_backward import BackwardLaunch, choose_backward_plan
 from tests import calls, inputs, oracle
 from tests.backends import Backend
 from tests.calls import Case, Gradient
+from tests.plan_classes import candidate_class
 from tests.recorder import Launched, recorded
 
 SM_COUNT = 132  # of an H200; decides how many rows share a block
@@ -93,6 +100,15 @@ PLACES = {
     # Longer than any cluster's shared memory.
     "streamed": Place(rows=3, row_bytes=2_000_016),
 }
+# More of them, for plans that only a plan file brings.
+TUNED_PLACES = {
+    "packs_15": Place(rows=5, packs=15),
+    "packs_29": Place(rows=5, packs=29),
+    "packs_32": Place(rows=5, packs=32),
+    "packs_2048": Place(rows=3, packs=2048),
+    "packs_2100": Place(rows=3, packs=2100),
+}
+EVERY_PLACE = PLACES | TUNED_PLACES
 
 ARRAYS = ("float16", "bfloat16", "float32")
 
@@ -191,7 +207,7 @@ class Row:
 
     @property
     def hidden_size(self) -> int:
-        return PLACES[self.place].hidden_size(TABLE[self.x].itemsize, self.width)
+        return EVERY_PLACE[self.place].hidden_size(TABLE[self.x].itemsize, self.width)
 
     @property
     def vec_size(self) -> int:
@@ -204,7 +220,7 @@ class Row:
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        rows = -(-PLACES[self.place].rows // self.groups)
+        rows = -(-EVERY_PLACE[self.place].rows // self.groups)
         if self.layout == "split":
             return 2, -(-rows // 2)
         if self.layout == "heads":
@@ -309,6 +325,7 @@ class ForwardRow(Row):
     y: str
     residual: str | None
     forced: Forced | None = None
+    tuned: Plan | None = None  # from a plan file, where the architecture has room for it
 
     @classmethod
     def of(cls, levels: Mapping[str, Any]) -> ForwardRow:
@@ -335,6 +352,7 @@ class ForwardRow(Row):
             forced = self.forced
             parts.append(f"rows_{forced.rows_per_block}-grid_{forced.grid}")
             parts += [] if forced.early_weight else ["late_weight"]
+        parts += _tuned_name(self.tuned)
         return "-".join(parts)
 
     # What the library chooses -----------------------------------------------------------------
@@ -358,8 +376,16 @@ class ForwardRow(Row):
         )
 
     def plan(self, arch: int) -> Plan:
-        plan = choose_plan(self.norm, self.hidden_size, self.x, self.residual, arch)
+        row = (self.hidden_size, self.x, self.residual, arch)
+        plan = choose_plan(self.norm, *row)
+        if self.tuned is not None and not forward_fault(self.tuned, *row):
+            plan = self.tuned
         return plan if self.forced is None else self.forced.plan(plan)
+
+    def candidates(self, arch: int) -> tuple[Plan, ...]:
+        """What a plan file may bring for this row."""
+        row = (self.hidden_size, self.x, self.residual, arch)
+        return forward_candidates(self.norm, *row)  # type: ignore[arg-type]
 
     def launch(self, arch: int, sm_count: int = SM_COUNT) -> Launch:
         plan, staged_itemsize = self.plan(arch), self.kind.staged_itemsize
@@ -408,17 +434,19 @@ class ForwardRow(Row):
 
     @contextlib.contextmanager
     def _choices(self) -> Iterator[None]:
-        """Let the backend choose what is forced."""
+        """Let the backend choose what is forced or tuned."""
         forced = self.forced
-        if forced is None:
+        if forced is None and self.tuned is None:
             yield
             return
 
         def plan(norm: Norm, hidden_size: int, x: str, residual: str | None, arch: int) -> Plan:
-            return forced.plan(choose_plan(norm, hidden_size, x, residual, arch))
+            return self.plan(arch)
 
-        def launch(plan: Plan, rows: int, staged_itemsize: int, sm_count: int) -> Launch:
-            return forced.launch(plan, rows)
+        def launch(plan: Plan, rows: int, *others: int) -> Launch:
+            return (
+                choose_launch(plan, rows, *others) if forced is None else forced.launch(plan, rows)
+            )
 
         with (
             mock.patch.object(_cuda, "choose_plan", plan),
@@ -430,7 +458,7 @@ class ForwardRow(Row):
 def _plain(index: int, place: str, x: str, width: int) -> dict[str, Any]:
     """What most calls are: one dtype and a weight; in turn a bias, or in a short row a residual."""
     levels = {name: FACTORS[name][0] for name in FACTORS}
-    layer, added = (index + index // 4) % 2 == 1, index % 3 == 1 and PLACES[place].packs > 0
+    layer, added = (index + index // 4) % 2 == 1, index % 3 == 1 and EVERY_PLACE[place].packs > 0
     levels |= {"place": place, "norm": "layer" if layer else "rms", "width": width}
     levels |= {"x": x, "y": x, "weight": x}
     return levels | {"bias": x if layer else None, "residual": x if added else None}
@@ -505,7 +533,7 @@ def _odd(place: str, x: str, changes: dict[str, Any]) -> ForwardRow:
     return ForwardRow.of(levels | {"place": place, "x": x, "y": x, "weight": x} | changes)
 
 
-FORWARD = (
+UNTUNED_FORWARD = (
     *dict.fromkeys(
         ForwardRow.of(levels)
         for levels in (
@@ -517,6 +545,48 @@ FORWARD = (
     *itertools.starmap(_forced, FORCED),
     *itertools.starmap(_odd, (*GROUPED, *PARTIAL)),
 )
+
+
+RowT = TypeVar("RowT", "ForwardRow", "BackwardRow")
+
+
+def tuned_rows(rows: Sequence[RowT], make: Callable[..., RowT]) -> Iterator[RowT]:
+    """The cheapest row for each class of candidates that `rows` lack on some architecture.
+
+    `make` has a row of one dtype, by place, dtype, width, norm and whether it is an add.
+    """
+    spots = itertools.product(EVERY_PLACE, FACTORS["x"], FACTORS["width"])
+    made = [
+        make(*spot, norm=FACTORS["norm"][(index + index // 4) % 2], adds=index % 3 == 1)
+        for index, spot in enumerate(spots)
+    ]
+    made.sort(key=lambda row: row.rows * row.hidden_size)
+    for arch in (90, 75):
+        rows = tuple(rows)
+        held = {candidate_class(row.plan(arch), row.hidden_size) for row in rows}
+        for row in made:
+            for plan in row.candidates(arch):
+                kind = candidate_class(plan, row.hidden_size)
+                if kind not in held:
+                    held.add(kind)
+                    found = dataclasses.replace(row, tuned=plan)
+                    rows += (found,)
+                    yield found
+
+
+def _tuned_name(plan: Plan | None) -> list[str]:
+    if plan is None:
+        return []
+    counts = (plan.threads_per_row, plan.vecs_per_thread, plan.cluster_size)
+    return [f"tuned_{plan.kernel.rpartition('_')[2]}_{'_'.join(map(str, counts))}"]
+
+
+def _tuned_forward(place: str, x: str, width: int, norm: str, adds: bool) -> ForwardRow:
+    levels = _plain(0, place, x, width) | {"norm": norm, "residual": x if adds else None}
+    return ForwardRow.of(levels | {"bias": x if norm == "layer" else None})
+
+
+FORWARD = (*UNTUNED_FORWARD, *tuned_rows(UNTUNED_FORWARD, _tuned_forward))
 
 
 # Backward -----------------------------------------------------------------------------------------
@@ -577,6 +647,7 @@ class BackwardRow(Row):
     dresidual_out: str | None
     statistics: str
     forced: ForcedBackward | None = None
+    tuned: Plan | None = None  # from a plan file, where the architecture has room for it
 
     @classmethod
     def of(cls, levels: Mapping[str, Any]) -> BackwardRow:
@@ -611,6 +682,7 @@ class BackwardRow(Row):
             forced = self.forced
             parts.append(f"rows_{forced.rows_per_block}-parts_{forced.parts}")
             parts.append(f"stages_{forced.stages}")
+        parts += _tuned_name(self.tuned)
         return "-".join(parts)
 
     @property
@@ -621,6 +693,17 @@ class BackwardRow(Row):
     def staged_itemsize(self) -> int:
         """Bytes of one element of what a block holds of a row."""
         return sum(TABLE[d].itemsize for d in (self.x, self.dout, self.dresidual_out) if d)
+
+    def plan(self, arch: int) -> Plan:
+        row = (self.hidden_size, self.x, self.staged_itemsize, arch)
+        if self.tuned is not None and not backward_fault(self.tuned, *row):
+            return self.tuned
+        return choose_backward_plan(*row, self.partial is not None)
+
+    def candidates(self, arch: int) -> tuple[Plan, ...]:
+        """What a plan file may bring for this row."""
+        row = (self.hidden_size, self.x, self.staged_itemsize, arch)
+        return backward_candidates(self.norm, *row)  # type: ignore[arg-type]
 
     def launches(self, arch: int, sm_count: int = SM_COUNT) -> tuple[Launched, ...]:
         """What the library launches on `arch`; nothing runs."""
@@ -676,19 +759,25 @@ class BackwardRow(Row):
 
     @contextlib.contextmanager
     def _choices(self) -> Iterator[None]:
-        """Let the backend choose what is forced."""
+        """Let the backend choose what is forced or tuned."""
         forced = self.forced
-        if forced is None:
-            yield
-            return
+
+        def plan(size: int, x: str, staged_itemsize: int, arch: int, partial: bool) -> Plan:
+            return self.plan(arch)
 
         def launch(*arguments: Any) -> BackwardLaunch:
+            assert forced is not None
             return forced.launch(*arguments[:-1])  # whatever the number of SMs
 
-        with (
-            mock.patch.object(_cuda_backward, "choose_backward_launch", launch),
-            mock.patch.object(_cuda_backward, "choose_few_launch", return_value=None),
-        ):
+        with contextlib.ExitStack() as stack:
+            if self.tuned is not None:
+                stack.enter_context(mock.patch.object(_cuda_backward, "choose_backward_plan", plan))
+            if forced is not None:
+                for name, chosen in (
+                    ("choose_backward_launch", launch),
+                    ("choose_few_launch", lambda *arguments: None),
+                ):
+                    stack.enter_context(mock.patch.object(_cuda_backward, name, chosen))
             yield
 
 
@@ -755,12 +844,27 @@ def _round(place: str, x: str, forced: ForcedBackward, changes: dict[str, Any]) 
 # An odd row that takes a cluster in backward.
 ODD_LONG = MOST_STATIC | {"place": "odd_long", "x": "float16", "dout": "float16", "width": 1}
 
-BACKWARD = (
+UNTUNED_BACKWARD = (
     *dict.fromkeys(
         BackwardRow.of(levels) for levels in (*pairwise(BACKWARD_FACTORS), MOST_STATIC, ODD_LONG)
     ),
     *itertools.starmap(_round, ROUND),
     *(_odd_backward(*odd, index) for index, odd in enumerate((*GROUPED, *PARTIAL))),
+)
+
+
+def _tuned_backward(place: str, x: str, width: int, norm: str, adds: bool) -> BackwardRow:
+    levels = {name: levels[0] for name, levels in BACKWARD_FACTORS.items()}
+    levels |= {"place": place, "x": x, "width": width, "norm": norm, "dout": x, "weight": x}
+    levels |= {"bias": x if norm == "layer" else None, "dresidual_out": x if adds else None}
+    return BackwardRow.of(levels | {"statistics": "recomputed"})  # by norm_backward
+
+
+TUNED_BACKWARD = tuple(tuned_rows(UNTUNED_BACKWARD, _tuned_backward))
+BACKWARD = (
+    *UNTUNED_BACKWARD,
+    *TUNED_BACKWARD,
+    *(dataclasses.replace(row, statistics="given") for row in TUNED_BACKWARD[::3]),
 )
 
 

@@ -22,15 +22,17 @@ from hypothesis import strategies as st
 
 from cupy_rmsnorm import _kernel, _plan, _source
 from cupy_rmsnorm._call import Norm
+from cupy_rmsnorm._candidates import backward_candidates, forward_candidates
 from cupy_rmsnorm._cuda import ForwardKind, specialise_forward
 from cupy_rmsnorm._dtypes import TABLE
 from cupy_rmsnorm._kernel import Specialisation
 from cupy_rmsnorm._layout import collapse_rows, is_contiguous
-from cupy_rmsnorm._plan import Plan, choose_launch, choose_plan
+from cupy_rmsnorm._plan import choose_launch, choose_plan
 from cupy_rmsnorm._plan_backward import choose_backward_launch, choose_backward_plan
 from tests import calls, inputs, kernels, sanitizer
 from tests.backends import Backend
 from tests.calls import Case
+from tests.plan_classes import backward_class, candidate_class, plan_class
 from tests.recorder import Launched, recorded
 
 ARCHS = (*_plan.SHARED_LIMITS, 70, 110, 121, 130)  # known ones, older and newer
@@ -191,37 +193,15 @@ def test_shared_memory_follows_from_the_specialisation(arch: int) -> None:
 # The table ----------------------------------------------------------------------------------------
 
 
-def plan_class(plan: Plan, full: bool) -> tuple[Any, ...]:
-    """What makes two plans run through the same code, counts of threads and vectors apart."""
-    threads = min(plan.threads_per_row, _plan.WARP + 1)
-    lanes = "lane" if threads == 1 else "lanes" if threads < _plan.WARP else "warp"
-    if threads > _plan.WARP:
-        lanes = "block"
-    if plan.kernel == "norm_forward":
-        vecs = min(plan.vecs_per_thread, 3)
-        return plan.kernel, plan.vec_size, lanes, vecs, full
-    if plan.kernel == "norm_forward_staged":
-        return plan.kernel, plan.vec_size, plan.cluster_size, full
-    return plan.kernel, plan.vec_size, plan.cluster_size
-
-
-def is_full(plan: Plan, hidden_size: int) -> bool:
-    held = plan.vec_size * plan.vecs_per_thread * plan.threads_per_row * plan.cluster_size
-    return held == hidden_size
-
-
 @pytest.mark.parametrize("arch", [75, 80, 90])
 def test_the_table_holds_every_class_of_plans(arch: int) -> None:
     choosable: dict[tuple[Any, ...], Any] = {}
     for norm, x, hidden_size in itertools.product(NORMS, DTYPES, HIDDEN_SIZES):
         for residual in residuals(x):
             plan = choose_plan(norm, hidden_size, x, residual, arch)
-            key = plan_class(plan, is_full(plan, hidden_size))
+            key = plan_class(plan, hidden_size)
             choosable.setdefault(key, (hidden_size, x, residual))
-    held = {
-        plan_class(row.plan(arch), is_full(row.plan(arch), row.hidden_size))
-        for row in kernels.FORWARD
-    }
+    held = {plan_class(row.plan(arch), row.hidden_size) for row in kernels.FORWARD}
     missing = {key: example for key, example in choosable.items() if key not in held}
     assert not missing, f"no row of the table has these plans: {missing}"
 
@@ -240,9 +220,27 @@ def test_the_table_holds_every_class_of_backward_plans(arch: int) -> None:
     assert not missing, f"no row of the table has these plans: {missing}"
 
 
-def backward_class(plan: Plan) -> tuple[Any, ...]:
-    lanes = min(plan.threads_per_row, _plan.WARP)
-    return plan.kernel, plan.vec_size, plan.cluster_size, lanes in (1, _plan.WARP)
+@pytest.mark.parametrize("arch", [75, 80, 90])
+def test_the_table_holds_every_class_of_candidates(arch: int) -> None:
+    """What a plan file may bring has been run."""
+    choosable: dict[tuple[Any, ...], Any] = {}
+    sizes = sorted({*HIDDEN_SIZES[::7], *inputs.HIDDEN_SIZES, *(2**power for power in range(22))})
+    for norm, x, hidden_size in itertools.product(NORMS, DTYPES, sizes):
+        for residual in residuals(x):
+            for plan in forward_candidates(norm, hidden_size, x, residual, arch):
+                key = candidate_class(plan, hidden_size)
+                choosable.setdefault(key, (norm, hidden_size, x, residual, plan))
+        for staged in (2, 3):
+            itemsize = staged * TABLE[x].itemsize
+            for plan in backward_candidates(norm, hidden_size, x, itemsize, arch):
+                key = candidate_class(plan, hidden_size)
+                choosable.setdefault(key, (norm, hidden_size, x, itemsize, plan))
+    held = {
+        candidate_class(row.plan(arch), row.hidden_size)
+        for row in (*kernels.FORWARD, *kernels.BACKWARD)
+    }
+    missing = {key: example for key, example in choosable.items() if key not in held}
+    assert not missing, f"no row of the table has these plans: {missing}"
 
 
 def test_the_table_holds_every_backward_kernel() -> None:
