@@ -7,10 +7,9 @@ given output is apart from them if it lies where it did in the call that the gen
 
 from __future__ import annotations
 
-import struct
 from typing import TYPE_CHECKING, Any
 
-from . import _device, _fast
+from . import _device, _fast, _kernel
 from ._call import Array, Forward
 from ._dtypes import TABLE
 from ._fast import ALIGNMENT, Entry, Kept, Library
@@ -18,9 +17,7 @@ from ._fast import ALIGNMENT, Entry, Kept, Library
 if TYPE_CHECKING:
     from ._kernel import Launched
 
-# Of one half: y, residual_out, mean, rstd, x, residual and weight.
-_ADDRESSES = struct.Struct("@7Q")
-_FIRST = 8  # where q's addresses lie in a buffer
+_ADDRESSES = tuple(f"{half}.{name}" for half in "qk" for name in ("x", "y", "weight"))
 
 
 def _distances(q: int, k: int, q_out: int, k_out: int) -> tuple[int, int, int]:
@@ -48,10 +45,19 @@ class PairEntry(Entry):
         outputs: tuple[int, int],
     ) -> None:
         super().__init__(library, q, launched, epoch)
-        self.second = _FIRST + (len(launched.packed) - 8) // 2  # behind both: q_blocks
+        accumulation = TABLE[q.x.dtype].accumulation or ""
+        # Where the addresses lie in a buffer, in words: the first one is the list of parameters.
+        self.words = tuple(
+            1 + _kernel.offset("norm_forward_pair", accumulation, name) // 8 for name in _ADDRESSES
+        )
         self._before = _distances(q.x.pointer, k.x.pointer, *outputs)
         self._q, self._k, self._q_out, self._k_out = map(_reach, (q.x, k.x, q.y, k.y))
         self._q_weight, self._k_weight = _reach(q.weight), _reach(k.weight)
+
+    def new_buffer(self) -> tuple[Any, int]:
+        """As words."""
+        buffer, address = super().new_buffer()
+        return memoryview(buffer).cast("B").cast("Q"), address
 
     def apart(self, q: int, k: int, q_weight: int, k_weight: int, q_out: int, k_out: int) -> bool:
         """Whether the given outputs overlap nothing that they may not."""
@@ -164,9 +170,9 @@ def forward(
     except IndexError:
         held = entry.new_buffer()
     buffer, address = held
-    pack = _ADDRESSES.pack_into
-    pack(buffer, _FIRST, q_out_at, 0, 0, 0, q_at, 0, q_weight_at)
-    pack(buffer, entry.second, k_out_at, 0, 0, 0, k_at, 0, k_weight_at)
+    q_word, q_out_word, q_weight_word, k_word, k_out_word, k_weight_word = entry.words
+    buffer[q_word], buffer[q_out_word], buffer[q_weight_word] = q_at, q_out_at, q_weight_at
+    buffer[k_word], buffer[k_out_word], buffer[k_weight_word] = k_at, k_out_at, k_weight_at
     entry.launch(
         entry.handle,
         entry.grid,

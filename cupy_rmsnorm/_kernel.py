@@ -187,6 +187,16 @@ class Specialisation:
         return f"{self.kernel}<{', '.join(self.template_arguments)}>"
 
 
+def offset(kernel: str, accumulation: str, name: str) -> int:
+    """Where the pointer `name` lies among the packed arguments."""
+    codes = ""
+    for known, kind in PARAMETERS[kernel]:
+        codes += _FORMATS[accumulation if kind == "accumulation" else kind]
+        if known == name:
+            break
+    return struct.calcsize(f"@{codes}") - struct.calcsize("@Q")
+
+
 @functools.cache
 def _packer(kernel: str, accumulation: str) -> struct.Struct:
     kinds = (kind for _, kind in PARAMETERS[kernel])
