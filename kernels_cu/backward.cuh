@@ -108,8 +108,8 @@ __host__ __device__ constexpr bool is_held(int elements, int threads) {
     if (elements * accumulation <= 64 && threads <= 512) {
         return elements * (staged + static_cast<int>(sizeof(W))) <= 192;
     }
-    // Longer rows and larger blocks where it is certain: the weight comes to be held in the accumulation type, and
-    // registers are given to four warps at a time.
+    // Longer rows and larger blocks where it is certain: the weight comes to be held in the
+    // accumulation type, and registers are given to four warps at a time.
     const int registers = elements * (accumulation * (is_array<DB> ? 3 : 2) + staged) / 4;
     return registers + 40 <= 64 * 1024 / ((threads + 127) / 128 * 128) && registers <= 208;
 }
