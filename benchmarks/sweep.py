@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import race
 from cupy_rmsnorm import _bench, _cuda, _kernel, _plan
+from cupy_rmsnorm._candidates import forward_candidates
 from cupy_rmsnorm._cuda import ForwardKind
 from cupy_rmsnorm._dtypes import TABLE, numpy_dtype
 from cupy_rmsnorm._plan import Plan
 
 SM_COUNT = 132  # of an H200
+SHOWN = 4  # candidates of a shape
 
-# (operation, dtype, rows, hidden_size)
-SHAPES = [
+Shape = tuple[str, str, int, int]  # operation, dtype, rows, hidden_size
+SHAPES: list[Shape] = [
     ("rms_norm", "bfloat16", 131072, 64),
     ("rms_norm", "bfloat16", 131072, 128),
     ("rms_norm", "bfloat16", 65536, 256),
@@ -79,31 +82,6 @@ def kind_of(op: str, dtype: str) -> ForwardKind:
     )
 
 
-def candidate_plans(kind: ForwardKind, hidden_size: int) -> list[Plan]:
-    """Every way to spread a row that a block or cluster can hold without wasting half of it."""
-    vec_size = _plan.vector_size(hidden_size, TABLE[kind.x].itemsize)
-    packs = hidden_size // vec_size
-    plans = []
-    for vecs in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16):
-        threads = -(-packs // vecs)
-        threads = 1 << (threads - 1).bit_length() if threads <= 32 else _plan._round_up(threads, 32)
-        if threads > 1024 or vecs * vec_size > 64 or (vecs > 1 and threads < 4):
-            continue
-        if threads * vecs * vec_size > 1.34 * hidden_size or threads * vecs * vec_size > 32768:
-            continue
-        for early in (True,) if vecs < 8 else (True, False):
-            plans.append(Plan("norm_forward", vec_size, vecs, threads, early_weight=early))
-    if hidden_size * TABLE[kind.x].itemsize >= 32 * 1024 and vec_size > 1:
-        for cluster_size in (1, 2, 4, 8):
-            share = -(-packs // cluster_size)
-            for threads in (256, 512, 1024):
-                vecs = -(-share // threads)
-                shared = vecs * threads * vec_size * kind.staged_itemsize
-                if shared <= _plan.shared_limit(90) and 2 <= vecs <= 16:
-                    plans.append(Plan("norm_forward_staged", vec_size, vecs, threads, cluster_size))
-    return plans
-
-
 def candidate_launches(plan: Plan, kind: ForwardKind, rows: int) -> list[_plan.Launch]:
     """The library's own launch of longer rows; short rows share blocks of several sizes."""
     if plan.kernel != "norm_forward":
@@ -146,7 +124,8 @@ class Buffers:
             (name for name, _ in _kernel.FORWARD_PARAMETERS), 0
         )
         arguments |= {"rows": self.rows, "hidden_size": self.hidden_size, "eps": 1e-6}
-        arguments |= {"weight": self.weight.data.ptr, "inner_rows": self.rows}
+        arguments |= {"weight": self.weight.data.ptr, "partial": self.hidden_size}
+        arguments |= _kernel.row_count("inner_rows", self.rows) | _kernel.row_count("mask_rows", 1)
         result = []
         for i in range(self.count):
             for name, ring in self.rings.items():
@@ -178,7 +157,9 @@ def sweep(op: str, dtype: str, rows: int, hidden_size: int, rounds: int) -> list
     properties = _kernel.device_properties(0)
     pairs = [
         (plan, launch)
-        for plan in candidate_plans(kind, hidden_size)
+        for plan in forward_candidates(
+            kind.norm, hidden_size, kind.x, kind.residual, properties.arch
+        )
         for launch in candidate_launches(plan, kind, rows)
     ]
 
@@ -232,37 +213,60 @@ def sweep(op: str, dtype: str, rows: int, hidden_size: int, rounds: int) -> list
     return result
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def run_sweeps(
+    description: str,
+    shapes: Iterable[Shape],
+    sweep: Callable[[str, str, int, int, int], list[dict[str, Any]]],
+    show: Callable[[dict[str, Any]], str],
+    arguments: Sequence[str] | None,
+) -> None:
+    """Sweep the shapes that the command line asks for; print the best of each, write them all."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--commit", help="where this is no git checkout")
     parser.add_argument("--only", default="", help="substring of 'op dtype rowsxhidden_size'")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="begin no shape after so long"
+    )
     options = parser.parse_args(arguments)
     race.need_gpu()
     meta = race.meta(options.rounds, options.commit) if options.json else {}
-    rows = []
-    for shape in SHAPES:
+    rows: list[dict[str, Any]] = []
+    start = time.perf_counter()
+    for shape in shapes:
         label = f"{shape[0]} {shape[1]} {shape[2]}x{shape[3]}"
-        if options.only not in label:
+        if options.only not in label or time.perf_counter() - start > options.seconds:
             continue
         begin = time.perf_counter()
         try:
-            found = sweep(*shape, rounds=options.rounds)
+            found = sweep(*shape, options.rounds)
         except Exception:
             traceback.print_exc()
             continue
         rows += found
-        print(f"{label}: copy {found[0]['us']:.2f} us, {time.perf_counter() - begin:.1f} s")
-        for row in found[1:5]:
-            print(
-                f"   {row['us']:8.2f} us {row['ratio']:.3f} {row['kernel']} "
-                f"{row['threads_per_row']}x{row['vecs_per_thread']} cluster {row['cluster_size']} "
-                f"rows {row['rows_per_block']} early {row['early_weight']}",
-                flush=True,
-            )
+        copy, *candidates = found
+        print(
+            f"{label}: copy {copy['us']:.2f} us, {len(candidates)} candidates, "
+            f"{time.perf_counter() - begin:.1f} s"
+        )
+        for number, row in enumerate(candidates):
+            if number < SHOWN or row.get("chosen"):
+                print(f"   {row['us']:8.2f} us {row['ratio']:.3f} {show(row)}", flush=True)
         if options.json:
             options.json.write_text(race.dumps({"meta": meta, "rows": rows}))
+
+
+def show(row: dict[str, Any]) -> str:
+    """A candidate in a line."""
+    return (
+        f"{row['kernel']} {row['threads_per_row']}x{row['vecs_per_thread']} "
+        f"cluster {row['cluster_size']} rows {row['rows_per_block']} early {row['early_weight']}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    run_sweeps(__doc__.splitlines()[0], SHAPES, sweep, show, arguments)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,9 @@ copy of two tensors of the same run (2 times with a separate gradient of the res
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import sys
-import time
-import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,15 +18,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import race
+from benchmarks.sweep import Shape, run_sweeps
 from cupy_rmsnorm import _bench, _cuda_backward, _kernel, _plan, _plan_backward
+from cupy_rmsnorm._candidates import backward_candidates
 from cupy_rmsnorm._cuda_backward import BackwardKind
 from cupy_rmsnorm._dtypes import TABLE, numpy_dtype
 from cupy_rmsnorm._plan import Plan
 from cupy_rmsnorm._plan_backward import BackwardLaunch
 
-# (operation, dtype, rows, hidden_size)
-SHAPES = [
+SHAPES: list[Shape] = [
     ("rms_norm", "bfloat16", 16384, 4096),
     ("rms_norm", "bfloat16", 8192, 8192),
     ("rms_norm", "bfloat16", 16384, 7168),
@@ -69,28 +66,10 @@ def kind_of(op: str, dtype: str) -> BackwardKind:
     )
 
 
-def candidate_plans(kind: BackwardKind, hidden_size: int) -> list[Plan]:
-    vec_size = _plan.vector_size(hidden_size, TABLE[kind.x].itemsize)
-    packs = hidden_size // vec_size
-    plans = []
-    for cluster_size in (1, 2, 4, 8):
-        share = -(-packs // cluster_size)
-        if cluster_size > 1 and (hidden_size <= 8192 or share * vec_size < 4096):
-            continue
-        for vecs in (1, 2, 4):
-            threads = -(-share // vecs)
-            threads = -(-threads // 32) * 32 if threads > 32 else 1 << (threads - 1).bit_length()
-            words = vecs * vec_size * (2 if kind.dbias else 1)
-            if threads > 1024 or threads < 8 or words > 64:
-                continue
-            if threads * vecs * vec_size * cluster_size > 1.2 * hidden_size:
-                continue
-            if threads * (words + vecs * vec_size * 3 // 2 + 36) > 65536:
-                continue
-            if threads < 224 and (cluster_size > 1 or hidden_size > 4096):
-                continue
-            plans.append(Plan("norm_backward", vec_size, vecs, threads, cluster_size))
-    return plans
+def candidate_plans(kind: BackwardKind, hidden_size: int, arch: int) -> tuple[Plan, ...]:
+    """The plans for rows that a block or a cluster holds, the library's own first."""
+    found = backward_candidates(kind.norm, hidden_size, kind.x, kind.staged_itemsize, arch)
+    return tuple(plan for plan in found if plan.kernel == "norm_backward")
 
 
 def candidate_launches(
@@ -244,7 +223,7 @@ def sweep(op: str, dtype: str, rows: int, hidden_size: int, rounds: int) -> list
     properties = _kernel.device_properties(0)
     pairs = [
         (plan, launch)
-        for plan in candidate_plans(kind, hidden_size)
+        for plan in candidate_plans(kind, hidden_size, properties.arch)
         if rows > 1024  # else norm_backward_few, below
         for launch in candidate_launches(plan, kind, rows, properties.sm_count)
     ]
@@ -254,7 +233,7 @@ def sweep(op: str, dtype: str, rows: int, hidden_size: int, rounds: int) -> list
     chosen_launch = _plan_backward.choose_backward_launch(
         chosen, rows, 1, kind.staged_itemsize, properties.arch, properties.sm_count
     )
-    for plan in dict.fromkeys([chosen, *candidate_plans(kind, hidden_size)]):
+    for plan in dict.fromkeys([chosen, *candidate_plans(kind, hidden_size, properties.arch)]):
         few = _plan_backward.choose_few_launch(
             plan, hidden_size, rows, kind.staged_itemsize, properties.arch, properties.sm_count
         )
@@ -343,44 +322,18 @@ def sweep(op: str, dtype: str, rows: int, hidden_size: int, rounds: int) -> list
     return result
 
 
+def show(row: dict[str, Any]) -> str:
+    """A candidate in a line."""
+    return (
+        f"{row['kernel']} {row['threads_per_row']}x{row['vecs_per_thread']} "
+        f"cluster {row['cluster_size']} rows {row['rows_per_block']} stages {row['stages']} "
+        f"parts {row['parts']} {'bulk' if row['bulk'] else 'copies'}"
+        f"{' CHOSEN' if row['chosen'] else ''}"
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--commit", help="where this is no git checkout")
-    parser.add_argument("--only", default="", help="substring of 'op dtype rowsxhidden_size'")
-    parser.add_argument("--seconds", type=float, default=75, help="begin no shape after so long")
-    options = parser.parse_args(arguments)
-    race.need_gpu()
-    meta = race.meta(options.rounds, options.commit) if options.json else {}
-    rows = []
-    start = time.perf_counter()
-    for shape in SHAPES:
-        label = f"{shape[0]} {shape[1]} {shape[2]}x{shape[3]}"
-        if options.only not in label or time.perf_counter() - start > options.seconds:
-            continue
-        begin = time.perf_counter()
-        try:
-            found = sweep(*shape, rounds=options.rounds)
-        except Exception:
-            traceback.print_exc()
-            continue
-        rows += found
-        print(
-            f"{label}: floor {found[0]['us']:.2f} us, {len(found) - 1} candidates, "
-            f"{time.perf_counter() - begin:.1f} s"
-        )
-        shown = found[1:5] + [row for row in found[5:] if row["chosen"]]
-        for row in shown:
-            print(
-                f"   {row['us']:8.2f} us {row['ratio']:.3f} {row['kernel']} "
-                f"{row['threads_per_row']}x{row['vecs_per_thread']} cluster {row['cluster_size']} "
-                f"rows {row['rows_per_block']} stages {row['stages']} parts {row['parts']} "
-                f"{'bulk' if row['bulk'] else 'copies'}{' CHOSEN' if row['chosen'] else ''}",
-                flush=True,
-            )
-        if options.json:
-            options.json.write_text(race.dumps({"meta": meta, "rows": rows}))
+    run_sweeps(__doc__.splitlines()[0], SHAPES, sweep, show, arguments)
 
 
 if __name__ == "__main__":

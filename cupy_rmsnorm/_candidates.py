@@ -34,7 +34,7 @@ CLUSTER_SIZES = (1, 2, 4, 8)
 # Backward: a cluster's block has at least so many elements of a row longer than the second number.
 CLUSTER_SHARE, BLOCK_ROW = 4096, 8192
 # Backward: fewer threads leave an SM idle where rows have more elements, or lie in a cluster.
-FEW_THREADS, FEW_THREADS_ROW = 256, 4096
+FEW_THREADS, FEW_THREADS_ROW = 224, 4096
 REGISTERS = 65536  # of an SM
 REGISTERS_APART = 36  # of a thread in backward, beside what it holds of a row
 MAX_BACKWARD_WORDS = 64  # of 4 bytes, for the sums of a thread
