@@ -31,7 +31,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from . import _device
+from . import _device, _kernel
 from ._call import Array, Forward
 from ._dtypes import TABLE, numpy_dtype
 
@@ -47,10 +47,9 @@ OPTIONS_LIMIT = 64
 LAUNCHES_LIMIT = 4096
 ALIGNMENT = 16  # bytes: where every array begins
 
-# What the packed arguments of every forward kernel begin with: the addresses of y, residual_out,
-# mean, rstd, x, residual, weight and bias. In a buffer the driver's list of one parameter, 8 bytes,
-# comes before them.
-_ADDRESSES = struct.Struct("@8Q")
+# What differs from call to call in the packed arguments of a forward kernel. In a buffer the
+# driver's list of one parameter comes before them.
+_ADDRESSES = ("y", "residual_out", "mean", "rstd", "x", "residual", "weight", "bias")
 _POINTER = struct.Struct("@Q")
 
 Done = tuple[Any, Any, Any, Any]  # y, residual_out, mean and rstd
@@ -128,6 +127,7 @@ class Entry:
             *(self.block, 1, 1),
             self.shared_bytes,
         )
+        self._places = _places(TABLE[call.x.dtype].accumulation or "")
         self._library = library
         self._device = call.x.device.index
         self.y_dtype = library.dtype(call.y.dtype)
@@ -216,9 +216,10 @@ class Entry:
         return y, sums, mean, rstd
 
     def _bind(self, stream: int, at: tuple[int, ...]) -> Launch:
-        """The launch with these addresses, in the order of the kernel's arguments."""
+        """The launch with these addresses, in the order of _ADDRESSES."""
         buffer, address = self.new_buffer()
-        _ADDRESSES.pack_into(buffer, 8, *at)
+        for place, value in zip(self._places, at, strict=True):
+            _POINTER.pack_into(buffer, place, value)
         return functools.partial(self._launch, stream, address, 0), buffer
 
     def separate(
@@ -272,6 +273,12 @@ class Kept(dict[Hashable, Entry]):
         """Keep nothing."""
         super().clear()
         self.launches.clear()
+
+
+@functools.cache
+def _places(accumulation: str) -> tuple[int, ...]:
+    """Where a buffer has the addresses."""
+    return tuple(8 + _kernel.offset("norm_forward", accumulation, name) for name in _ADDRESSES)
 
 
 def _nbytes(array: Array | float | None) -> int:
