@@ -7,6 +7,7 @@ No GPU: `tests.recorder` keeps what the driver would have been given.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import inspect
 import itertools
 import math
@@ -29,7 +30,7 @@ from cupy_rmsnorm._kernel import Specialisation
 from cupy_rmsnorm._layout import collapse_rows, is_contiguous
 from cupy_rmsnorm._plan import choose_launch, choose_plan
 from cupy_rmsnorm._plan_backward import choose_backward_launch, choose_backward_plan
-from tests import calls, inputs, kernels, sanitizer
+from tests import calls, inputs, kernels, sanitizer, sweeps
 from tests.backends import Backend
 from tests.calls import Case
 from tests.plan_classes import backward_class, candidate_class, plan_class
@@ -188,6 +189,43 @@ def test_shared_memory_follows_from_the_specialisation(arch: int) -> None:
             )
             before = seen.setdefault(specialisation, launch.shared_bytes)
             assert before == launch.shared_bytes, (hidden_size, x, residual, plan)
+
+
+# The sweep ----------------------------------------------------------------------------------------
+
+SWEEP = sweeps.swept("sweep.json")
+_STAGED = "measured with a staged kernel that has changed since"
+_NARROW = "of plans like it 12 and 16 vectors a thread were measured, not 15"
+NOT_THE_FASTEST: dict[sweeps.Shape, str] = {
+    ("rms_norm", "bfloat16", 8192, 65536): _STAGED,
+    ("rms_norm", "bfloat16", 4096, 131072): _STAGED,
+    ("rms_norm", "bfloat16", 8192, 4097): _NARROW,
+    ("rms_norm", "bfloat16", 8192, 7169): _NARROW,
+}
+
+
+@pytest.mark.parametrize("shape", SWEEP, ids=str)
+def test_plans_are_the_fastest_of_the_sweep(shape: sweeps.Shape) -> None:
+    op, dtype, _, hidden_size = shape
+    norm: Norm = "layer" if "layer" in op else "rms"
+    residual = dtype if op.startswith("add") else None
+    plan = choose_plan(norm, hidden_size, dtype, residual, 90)
+    sweeps.check(shape, SWEEP[shape], dataclasses.asdict(plan), NOT_THE_FASTEST)
+
+
+def test_the_sweep_has_what_the_table_was_read_off() -> None:
+    """Register rows of each length in the table, staged ones, both norms, a residual."""
+    assert set(NOT_THE_FASTEST) <= set(SWEEP)
+    assert {op for op, *_ in SWEEP} == {"rms_norm", "layer_norm", "add_rms_norm"}
+    packs = {
+        size // _plan.vector_size(size, TABLE[dtype].itemsize)
+        for op, dtype, _, size in SWEEP
+        if op == "rms_norm"
+    }
+    bounds = [0, *(limit for limit, _ in _plan.VECS_PER_THREAD["rms"])]
+    for low, high in itertools.pairwise(bounds):
+        assert any(low < count <= high for count in packs), (low, high)
+    assert max(packs) * _plan.VECTOR_BYTES > 2 * _plan.REGISTER_ROW_BYTES
 
 
 # The table ----------------------------------------------------------------------------------------

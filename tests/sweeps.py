@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the sweeps measured beside what the library chooses: plans are read off it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+# Where buffers lie moves one kernel's time by up to 4 %: such plans are equally fast.
+TOLERANCE = 0.04
+
+Shape = tuple[str, str, int, int]  # op, dtype, rows, hidden_size
+
+
+def swept(name: str) -> dict[Shape, list[dict[str, Any]]]:
+    """The candidates of a sweep by shape."""
+    shapes: dict[Shape, list[dict[str, Any]]] = {}
+    for row in json.loads((RESULTS / name).read_text("utf-8"))["rows"]:
+        shape = (row["op"], row["dtype"], row["rows"], row["hidden_size"])
+        if row["impl"] == "ours":
+            shapes.setdefault(shape, []).append(row)
+    return shapes
+
+
+def check(
+    shape: Shape, rows: list[dict[str, Any]], chosen: Mapping[str, Any], known: Mapping[Shape, str]
+) -> None:
+    """Assert that no candidate is faster than what has all members of `chosen`.
+
+    `known` says of which shapes that is not so, and why; no other may be there.
+    """
+    best = min(row["us"] for row in rows)
+    same = [row["us"] for row in rows if chosen.items() <= row.items()]
+    fine = bool(same) and best >= (1 - TOLERANCE) * min(same)
+    if shape in known:
+        assert not fine, f"{shape} is no exception any more"
+        return
+    assert same, f"{dict(chosen)} was not measured"
+    assert fine, f"{dict(chosen)} took {min(same)} us, the fastest candidate {best} us"
