@@ -61,7 +61,8 @@ class Case:
         """`array` with groups as an axis before its last one."""
         if not isinstance(array, np.ndarray):
             return array
-        return array.reshape(*array.shape[:-1], self.groups, -1)
+        *leading, size = array.shape
+        return array.reshape(*leading, self.groups, size // self.groups)
 
     def by_heads(self) -> Case:
         """The same call with each group as a head."""

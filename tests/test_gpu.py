@@ -814,6 +814,65 @@ def test_torch_captures_a_graph(torch: ModuleType, hidden_size: int) -> None:
     backend.verify()
 
 
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("hidden_size", [96, 4096, 40_000])
+def test_a_captured_graph_serves_any_length(
+    cupy: ModuleType, hidden_size: int, groups: int
+) -> None:
+    backend, rows = Cupy(), 21
+    values = inputs.array((rows, hidden_size), "float16", "row_tagged")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        x, out = backend.input(values), backend.empty(values.shape, "float16")
+        count = cupy.array([rows], "int32")
+
+        def call() -> None:
+            cupy_rmsnorm.rms_norm(x, groups=groups, valid_rows=count, masked="zero", out=out)
+
+        call()
+        stream.synchronize()
+        stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+        call()
+        graph = stream.end_capture()
+        for valid in (0, 1, 13, rows, rows + 5):
+            count[...] = valid
+            graph.launch(stream)
+            stream.synchronize()
+            case = Case(x=values, eps=1e-6, groups=groups, valid_rows=np.array(valid))
+            calls.check_forward(case, {"y": backend.numpy(out)})
+    backend.verify()
+
+
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_qk_norm_has_the_bits_of_two_calls(device: Backend, head_size: int, tokens: int) -> None:
+    qkv = inputs.lay(inputs.array((tokens, 12, head_size), "bfloat16", "row_tagged"))
+    q, k = qkv[:, :8], qkv[:, 8:10]
+    weights = inputs.weight(head_size, "bfloat16"), inputs.weight((2, head_size), "bfloat16", 1)
+    arrays = [device.input(array) for array in (q, k, *weights)]
+    expected = (
+        cupy_rmsnorm.rms_norm(arrays[0], arrays[2]),
+        cupy_rmsnorm.rms_norm(arrays[1], arrays[3], per_head=True),
+    )
+    for _ in range(2):  # by the general road, by the short one
+        for name, got, want in zip("qk", cupy_rmsnorm.qk_norm(*arrays), expected, strict=True):
+            compare.equal(device.numpy(got), device.numpy(want), name)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("hidden_size", [24, 4096, 80_000])
+def test_groups_have_the_bits_of_heads(device: Backend, norm: str, hidden_size: int) -> None:
+    x = inputs.array((7, hidden_size), "float16", "row_tagged")
+    weight = inputs.weight(hidden_size, "float32")
+    heads = Case(x=x.reshape(7, 4, -1), norm=norm, weight=weight.reshape(4, -1), per_head=True)
+    expected = calls.forward(device, heads, statistics=True)
+    case = Case(x=x, norm=norm, weight=weight, groups=4)
+    for _ in range(2):  # by the general road, by the short one
+        got = calls.forward(device, case, statistics=True)
+        for output, result in got.items():
+            compare.equal(result.reshape(expected[output].shape), expected[output], output)
+
+
 # Arrays of other kinds ----------------------------------------------------------------------------
 
 

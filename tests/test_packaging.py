@@ -13,6 +13,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import cupy_rmsnorm
@@ -216,6 +217,15 @@ def test_readme_examples_run(library: str) -> None:
         pytest.skip(reason)
     for example in examples()[library]:
         exec(compile(example, f"README.md ({library})", "exec"), {})
+
+
+def test_examples_of_rows_run() -> None:
+    text = (CHECKOUT / "docs" / "rows.md").read_text("utf-8")
+    names: dict[str, object] = {}
+    for block in re.findall(r"^```python\n(.+?)^```$", text, re.MULTILINE | re.DOTALL):
+        exec(compile(block, "docs/rows.md", "exec"), names)
+    assert np.asarray(names["packed"])[:8].all()
+    assert not np.asarray(names["packed"])[8:].any()
 
 
 def test_readme_examples_are_short() -> None:

@@ -52,21 +52,29 @@ def cases(draw: st.DrawFn, backend: Backend, *, added: bool) -> Case:
     rows = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
     axes = draw(st.integers(1, 2))
     hidden = (*(draw(st.integers(1, 3)) for _ in range(axes - 1)), draw(SIZES))
-    shape = (*rows, *hidden)
     wide = draw(st.integers(0, 5)) == 0
     dtype = st.just("float64") if wide else NARROW
     per_head = bool(rows) and rows[-1] > 0 and draw(st.booleans())
+    groups = 1 if per_head or axes > 1 else draw(st.sampled_from([1, 1, 2, 3]))
+    norm = draw(st.sampled_from(["rms", "layer"]))
+    partial = None
+    if norm == "rms" and draw(st.integers(0, 2)) == 0:
+        partial = draw(st.integers(1, math.prod(hidden)))
+    hidden = (*hidden[:-1], groups * hidden[-1])
+    shape = (*rows, *hidden)
     parameter = (*rows[-1:], *hidden) if per_head else hidden
     seed = draw(st.integers(0, 99))
     x = inputs.array(shape, "float64", seed=seed) + draw(st.sampled_from([0.0, 1.0, -40.0]))
     case = Case(
         x=lay(oracle.round_to(x, draw(dtype))),
-        norm=draw(st.sampled_from(["rms", "layer"])),
+        norm=norm,
         eps=draw(st.sampled_from([1e-6, 1e-3, 1.0])),
         cast=draw(st.sampled_from(["once", "before_weight"])),
         per_head=per_head,
         axis=tuple(range(-axes, 0)),
         masked=draw(st.sampled_from(["keep", "zero"])),
+        groups=groups,
+        partial=partial,
     )
     weight = draw(st.sampled_from(["array", "constant", "none"]))
     if weight == "array":
