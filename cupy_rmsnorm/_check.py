@@ -286,7 +286,8 @@ def _overlaps(
             )
 
 
-def _keep_needs(names_given: Iterable[tuple[str, Array | None]]) -> None:
+def keep_needs(names_given: Iterable[tuple[str, object]]) -> None:
+    """Refuse to leave rows of a new output untouched."""
     for name, array in names_given:
         if array is None:
             raise ValueError(
@@ -344,7 +345,7 @@ def check_forward(
         replaced = (x.name, "residual")
         _overlaps(outputs, inputs, {out_name: replaced, "residual_out": replaced})
     if common.has_mask and common.masked == "keep":
-        _keep_needs(wanted)
+        keep_needs(wanted)
 
     statistic_dtype = _statistic_dtype(x)
 

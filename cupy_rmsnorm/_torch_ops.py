@@ -16,6 +16,7 @@ import torch
 from . import _refuse, _run
 from ._border import dtype_name
 from ._call import Norm
+from ._check import Options, keep_needs
 from ._torch_autograd import refuse_unrecorded
 
 
@@ -45,6 +46,7 @@ def _name(kind: Kind, suffix: str) -> str:
 
 FORWARD = {_name(kind, "_forward" if kind.statistics else ""): kind for kind in KINDS}
 BACKWARD = {_name(kind, "_backward"): kind for kind in KINDS if kind.statistics}
+RESULTS = ("y", "residual_out", "mean", "rstd")
 GRADIENTS = ("dx", "dresidual", "dweight", "dbias")
 
 # The options in the order of `_check.Options`.
@@ -98,6 +100,7 @@ def forward(
     """Run a forward function by its operator."""
     inputs = {"x": x, "residual": residual, "weight": weight, "bias": bias}
     outputs = {"out": out, "residual_out": residual_out, "mean_out": mean_out, "rstd_out": rstd_out}
+    _refuse_outputs_with_gradients(outputs)
     if _recorded(inputs):
         if FORWARD[function].statistics:
             _refuse_recorded(inputs)
@@ -120,10 +123,13 @@ def forward(
         results = OPERATORS[function](*arguments)
         made = dict(zip(kind.outputs, _all(results), strict=True))
     else:
+        given = dict(zip(RESULTS, outputs.values(), strict=True))
+        if (where is not None or valid_rows is not None) and Options(*options).masked == "keep":
+            named = zip(RESULTS, outputs.items(), strict=True)
+            keep_needs([item for result, item in named if result in kind.outputs])
         made = _empty_outputs(kind, *arguments)
-        given = {"y": out, "residual_out": residual_out, "mean": mean_out, "rstd": rstd_out}
         made.update({name: value for name, value in given.items() if value is not None})
-        OPERATORS["norm_out"](function, *arguments, *[made.get(name) for name in given])
+        OPERATORS["norm_out"](function, *arguments, *[made.get(name) for name in RESULTS])
     return _run.Outputs(made["y"], made.get("residual_out"), made.get("mean"), made.get("rstd"))
 
 
@@ -150,6 +156,9 @@ def backward(
 ) -> _run.Gradients[Any]:
     """Run a backward function by its operator."""
     inputs = {"dout": dout, "dresidual_out": dresidual_out, "x": x, "weight": weight, "bias": bias}
+    _refuse_outputs_with_gradients(
+        {"dx_out": dx_out, "dweight_out": dweight_out, "dbias_out": dbias_out}
+    )
     if _recorded(inputs):
         _refuse_recorded(inputs)
     gradients = _gradients(
@@ -170,12 +179,12 @@ def backward(
         _scalar_type(dweight_dtype) if dweight_out is None else dweight_out.dtype,
         _scalar_type(x_dtype) if dx_out is None or not BACKWARD[function].adds else dx_out.dtype,
     )
-    dx = _written(gradients.dx, dx_out)
+    dx = _written("dx_out", gradients.dx, dx_out)
     return _run.Gradients(
         dx,
         dx if gradients.dresidual is gradients.dx else gradients.dresidual,
-        _written(gradients.dweight, dweight_out),
-        _written(gradients.dbias, dbias_out),
+        _written("dweight_out", gradients.dweight, dweight_out),
+        _written("dbias_out", gradients.dbias, dbias_out),
     )
 
 
@@ -192,6 +201,7 @@ def qk_norm(
 ) -> tuple[Any, Any]:
     """Run qk_norm by its operator."""
     inputs = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight}
+    _refuse_outputs_with_gradients({"q_out": q_out, "k_out": k_out})
     if _recorded(inputs):
         refuse_unrecorded(inputs, (), None, None, {"q_out": q_out, "k_out": k_out})
     arguments = (
@@ -219,21 +229,38 @@ def _all(results: Any) -> tuple[Any, ...]:
     return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
 
-def _written(gradient: Any, out: Any) -> Any:
-    return gradient if out is None else out.copy_(gradient)
+def _written(name: str, gradient: Any, out: Any) -> Any:
+    """The gradient, in the caller's tensor if there is one."""
+    if out is None:
+        return gradient
+    if gradient is None:
+        raise ValueError(f"{name} was given, and there is no such gradient")
+    if out.shape != gradient.shape or out.dtype != gradient.dtype:
+        raise ValueError(
+            f"{name} must have shape {tuple(gradient.shape)} and dtype {gradient.dtype}, "
+            f"got {tuple(out.shape)} and {out.dtype}"
+        )
+    return out.copy_(gradient)
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _recorded(inputs: dict[str, Any]) -> bool:
-    return torch.is_grad_enabled() and any(
-        isinstance(value, torch.Tensor) and value.requires_grad for value in inputs.values()
-    )
+    return torch.is_grad_enabled() and any(map(_requires_grad, inputs.values()))
 
 
-def _refuse_recorded(inputs: dict[str, Any]) -> NoReturn:
+def _refuse_recorded(inputs: dict[str, Any]) -> None:
     for name, value in inputs.items():
-        if isinstance(value, torch.Tensor) and value.requires_grad:
+        if _requires_grad(value):
             _refuse.needs_gradient(name)
-    raise AssertionError
+
+
+def _refuse_outputs_with_gradients(outputs: dict[str, Any]) -> None:
+    for name, value in outputs.items():
+        if _requires_grad(value):
+            _refuse.output_needs_gradient(name)
 
 
 def _tensor(value: Any) -> Any:

@@ -350,6 +350,8 @@ def test_rows_that_are_left_untouched(compiler: Compiler) -> None:
     assert compiler(norms.rms_norm)(x, where=where, out=out) is out
     assert torch.equal(out[1], torch.full((8,), 7.0))
     assert torch.equal(out[::2], norms.rms_norm(x)[::2])
+    with pytest.raises(Exception, match=r"masked='keep' .* needs residual_out, got None"):
+        compiler(norms.add_rms_norm)(x, x, where=where, out=out)
 
 
 def test_statistics_that_are_given(compiler: Compiler) -> None:
@@ -371,6 +373,26 @@ def test_given_outputs_have_no_gradient(compiler: Compiler) -> None:
         compiler(norms.qk_norm)(x, x, q_out=out)
     with pytest.raises(Exception, match=r"masked must be 'zero' where x requires grad"):
         compiler(norms.rms_norm)(x, valid_rows=torch.tensor(3))
+
+
+def test_outputs_that_require_grad_are_refused(compiler: Compiler) -> None:
+    x, out = tensor(4, 8, grad=False), tensor(4, 8)
+    with pytest.raises(Exception, match=r"out must not require grad"):
+        compiler(norms.rms_norm)(x, out=out)
+    with pytest.raises(Exception, match=r"k_out must not require grad"):
+        compiler(norms.qk_norm)(x, x, k_out=out)
+    with pytest.raises(Exception, match=r"dx_out must not require grad"):
+        compiler(norms.rms_norm_backward)(x, x, dx_out=out)
+
+
+def test_gradients_do_not_fit_a_given_output(compiler: Compiler) -> None:
+    x, weight = tensor(1, 8, grad=False), tensor(8, grad=False)
+    with pytest.raises(Exception, match=r"dx_out must have shape \(1, 8\) and dtype"):
+        compiler(norms.rms_norm_backward)(x, x, weight, dx_out=torch.empty(4, 8))
+    with pytest.raises(Exception, match=r"dx_out must have shape .* dtype torch\.float32"):
+        compiler(norms.rms_norm_backward)(x, x, weight, dx_out=x.half())
+    with pytest.raises(Exception, match=r"dbias_out was given, and there is no such gradient"):
+        compiler(norms.rms_norm_backward)(x, x, weight, dbias_out=weight)
 
 
 def test_errors_are_those_of_a_call(compiler: Compiler) -> None:
