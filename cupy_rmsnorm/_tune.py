@@ -100,7 +100,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "dtypes, and write the fastest ones to a file. Only cupy_rmsnorm.load_plans(FILE) reads "
         "it, on the same model of GPU and with the same version of the library.",
     )
-    parser.add_argument("--hidden-size", type=_positive, nargs="+", required=True, metavar="N")
+    parser.add_argument("--hidden-size", type=count, nargs="+", required=True, metavar="N")
     parser.add_argument(
         "--dtype", choices=ROW_DTYPES, nargs="+", required=True, help="of every array of a call"
     )
@@ -109,7 +109,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--rows",
-        type=_positive,
+        type=count,
         nargs="+",
         metavar="N",
         help="the numbers of rows that count, all alike (default: 16, which backward functions "
@@ -127,7 +127,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
+def count(text: str) -> int:
+    """A number on the command line; its name is part of a message."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")

@@ -314,6 +314,9 @@ def test_only_calls_that_a_plan_is_for_take_it(write: Callable[[Any], Path]) -> 
         "rms_norm": lambda: norms.rms_norm(x, np.ones(4096, np.float32)),
         "rms_norm_forward": lambda: norms.rms_norm_forward(x),
         "a view": lambda: norms.rms_norm(np.ones((3, 4100), np.float16)[:, 3:-1]),
+        "groups": lambda: norms.rms_norm(np.ones((3, 8192), np.float16), groups=2),
+        "a part": lambda: norms.rms_norm(x, partial=1000),
+        "heads": lambda: norms.qk_norm(*2 * [np.ones((3, 2, 4096), np.float16)]),
         "layer norm with a residual": lambda: norms.add_layer_norm(long, long),
         "backward": lambda: norms.rms_norm_backward(single, single, single[0]),
         "backward, dx alone": lambda: norms.rms_norm_backward(single, single, need_dweight=False),
@@ -325,6 +328,7 @@ def test_only_calls_that_a_plan_is_for_take_it(write: Callable[[Any], Path]) -> 
         "a residual": lambda: norms.add_rms_norm(x, x),
         "a residual of another dtype": lambda: norms.add_layer_norm(long, long.astype("float16")),
         "backward of another norm": lambda: norms.layer_norm_backward(single, single),
+        "backward of a part": lambda: norms.rms_norm_backward(single, single, partial=1000),
         "backward of an add": lambda: norms.add_rms_norm_backward(single, single, single),
         "backward with another dout": lambda: norms.rms_norm_backward(x, single),
     }
