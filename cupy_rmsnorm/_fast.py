@@ -57,7 +57,8 @@ Done = tuple[Any, Any, Any, Any]  # y, residual_out, mean and rstd
 # them and nobody changes them, so threads may share one.
 Launch = tuple[Callable[[], None], object]
 Launches = dict[Hashable, Launch]
-Bound = tuple[Launches, Hashable]  # where a bound norm keeps a launch
+Short = Callable[[Any, Any], Any]  # of a bound norm: (x, out) -> y, or None
+Bound = tuple[Launches, Hashable]  # where a launch is kept, and under what
 
 
 class Road(Protocol):
@@ -78,7 +79,7 @@ class Road(Protocol):
         """y, residual_out, mean and rstd, or None: the call has to take the general road.
 
         x is of the library's own type. `kept` is what is kept of such calls; `learnt` joins it, if
-        this call qualifies. The launch of one with `bound` is kept there.
+        this call qualifies. A launch is kept where `bound` says, if it is given.
         """
 
 
@@ -87,8 +88,10 @@ class Library:
     """What the short road asks of an array library."""
 
     road: Road
-    # The short road of a bound norm, with its weight and bias: out, or None.
-    bind: Callable[[Kept, Any, Any], Callable[[Any, Any], Any]]
+    # The same of a call (kept, weight, x, out) without residual and bias: y, or None.
+    plain: Callable[[Kept, Any, Any, Any], Any]
+    # The same with the weight bound.
+    bind: Callable[[Kept, Any], Short]
     traced: Callable[[], bool] | None  # whether the library traces calls at the moment
     # The address of an array that qualifies on this device, else 0.
     input: Callable[[Any, int], int]
@@ -327,7 +330,6 @@ def keep(entries: Kept, key: Hashable, learnt: Entry) -> None:
 
 def _torch_library(torch: Any) -> Library:
     tensor, parameter = torch.Tensor, torch.nn.Parameter
-    compiling = torch.compiler.is_compiling
     grad_enabled, forward_ad = torch.is_grad_enabled, torch.autograd.forward_ad
     increment_version = _increment_version(torch)
     raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -474,51 +476,46 @@ def _torch_library(torch: Any) -> Library:
         arrays = (x, residual, weight, bias, out, residual_out)
         return entry.run(kept.launches, kind, stream, at, arrays, bound)
 
-    def bind(kept: Kept, weight: Any, bias: Any) -> Callable[[Any, Any], Any]:
-        launches: Launches = {}
-
-        def short(x: Any, out: Any) -> Any:
-            if compiling():
+    def plain(kept: Kept, weight: Any, x: Any, out: Any) -> Any:
+        bound = None
+        cls = type(weight)
+        if type(out) is tensor and (cls is parameter or cls is tensor):
+            try:
+                device = x.get_device()
+                shape = x.shape
+                key = (
+                    current_device(),
+                    raw_stream(device),
+                    x.data_ptr(),
+                    out.data_ptr(),
+                    weight.data_ptr(),
+                    x.dtype,
+                    out.dtype,
+                    weight.dtype,
+                    shape,
+                    weight.shape,
+                    x.is_contiguous() and out.is_contiguous() and weight.is_contiguous(),
+                )
+                tracked = x.requires_grad or weight.requires_grad
+                fits = out.shape == shape and not out.requires_grad
+            except RuntimeError:  # no memory of its own, as within vmap
                 return None
-            bound = None
-            if alone and type(out) is tensor:
+            if not fits or forward_ad._current_level >= 0 or (tracked and grad_enabled()):
+                return None
+            found = kept.launches.get(key)
+            if found is not None:
                 try:
-                    device = x.get_device()
-                    shape = x.shape
-                    key = (
-                        epoch,
-                        current_device(),
-                        raw_stream(device),
-                        x.data_ptr(),
-                        out.data_ptr(),
-                        weight.data_ptr(),
-                        x.dtype,
-                        out.dtype,
-                        weight.dtype,
-                        shape,
-                        weight.shape,
-                        x.is_contiguous() and out.is_contiguous() and weight.is_contiguous(),
-                    )
-                    tracked = x.requires_grad or weight.requires_grad
-                    fits = out.shape == shape and not out.requires_grad
-                except RuntimeError:  # no memory of its own, as within vmap
+                    found[0]()
+                except RuntimeError:
                     return None
-                if not fits or forward_ad._current_level >= 0 or (tracked and grad_enabled()):
-                    return None
-                found = launches.get(key)
-                if found is not None:
-                    try:
-                        found[0]()
-                    except RuntimeError:
-                        return None
-                    increment_version((out,))
-                    return out
-                bound = (launches, key)
-            done = road(kept, x, None, weight, bias, out, None, None, bound)
-            return None if done is None else done[0]
+                increment_version((out,))
+                return out
+            bound = (kept.launches, key)
+        done = road(kept, x, None, weight, None, out, None, None, bound)
+        return None if done is None else done[0]
 
-        alone = bias is None and type(weight) in (tensor, parameter)
-        return short
+    def bind(kept: Kept, weight: Any) -> Short:
+        return functools.partial(plain, kept, weight)
 
     def like(name: str, x_name: str) -> Callable[[Any], Any]:
         if name == x_name:  # an argument more costs half a microsecond
@@ -533,8 +530,9 @@ def _torch_library(torch: Any) -> Library:
 
     return Library(
         road=road,
+        plain=plain,
         bind=bind,
-        traced=compiling,
+        traced=torch.compiler.is_dynamo_compiling,
         input=input,
         output=output,
         strided_input=strided_input,
@@ -671,8 +669,42 @@ def _cupy_library(cupy: Any) -> Library:
         arrays = (x, residual, weight, bias, out, residual_out)
         return entry.run(kept.launches, kind, stream, at, arrays, bound)
 
-    def bind(kept: Kept, weight: Any, bias: Any) -> Callable[[Any, Any], Any]:
-        # An array keeps its memory and dtype for life: weight and bias need no look.
+    def plain(kept: Kept, weight: Any, x: Any, out: Any) -> Any:
+        bound = None
+        if (
+            type(out) is ndarray
+            and type(weight) is ndarray
+            and x._c_contiguous
+            and out._c_contiguous
+            and weight._c_contiguous
+        ):
+            device = current_device()
+            shape = x.shape
+            key = (
+                device,
+                current_stream(device).ptr,
+                x.data.ptr,
+                out.data.ptr,
+                weight.data.ptr,
+                x.dtype,
+                out.dtype,
+                weight.dtype,
+                shape,
+                weight.shape,
+            )
+            found = kept.launches.get(key)
+            if found is not None and out.shape == shape:
+                try:
+                    found[0]()
+                except RuntimeError:
+                    return None
+                return out
+            bound = (kept.launches, key)
+        done = road(kept, x, None, weight, None, out, None, None, bound)
+        return None if done is None else done[0]
+
+    def bind(kept: Kept, weight: Any) -> Short:
+        # An array keeps its memory and its dtype for life: the weight needs no further look.
         launches: Launches = {}
 
         def short(x: Any, out: Any) -> Any:
@@ -698,7 +730,7 @@ def _cupy_library(cupy: Any) -> Library:
                         return None
                     return out
                 bound = (launches, key)
-            done = road(kept, x, None, weight, bias, out, None, None, bound)
+            done = road(kept, x, None, weight, None, out, None, None, bound)
             return None if done is None else done[0]
 
         return short
@@ -709,6 +741,7 @@ def _cupy_library(cupy: Any) -> Library:
 
     return Library(
         road=road,
+        plain=plain,
         bind=bind,
         traced=None,
         input=address,
@@ -733,6 +766,18 @@ def forward(
     if library is None:
         return None
     return library.road(kept, x, residual, weight, bias, out, residual_out)
+
+
+def bind(library: Library, kept: Kept, weight: Any, bias: Any) -> Short:
+    """The short road of a norm with these bound."""
+    if bias is None:
+        return library.bind(kept, weight)
+
+    def short(x: Any, out: Any) -> Any:
+        done = library.road(kept, x, None, weight, bias, out, None)
+        return None if done is None else done[0]
+
+    return short
 
 
 def remember(

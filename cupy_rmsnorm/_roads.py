@@ -57,7 +57,11 @@ def normalize(
             kept = None if traced(x) else _fast.kept(function, options, out_dtype)
         elif library.traced is None or not library.traced():
             kept = _fast.kept(function, options, out_dtype)
-            if kept is not None:
+            if kept is not None and bias is None:
+                y: ArrayT | None = library.plain(kept, weight, x, out)
+                if y is not None:
+                    return y
+            elif kept is not None:
                 done = library.road(kept, x, None, weight, bias, out, None)
                 if done is not None:
                     return done[0]  # type: ignore[no-any-return]
@@ -120,6 +124,17 @@ def add_normalize(
     residual_out: ArrayT | None,
 ) -> tuple[ArrayT, ArrayT]:
     """Run add_rms_norm or add_layer_norm."""
+    kept = None
+    if where is None and valid_rows is None and residual is not None:
+        library = _fast.libraries.get(type(x))
+        if library is None:
+            kept = None if traced(x) else _fast.kept(function, options, out_dtype)
+        elif library.traced is None or not library.traced():
+            kept = _fast.kept(function, options, out_dtype)
+            if kept is not None:
+                done = library.road(kept, x, residual, weight, bias, out, residual_out)
+                if done is not None:
+                    return done[0], done[1]
     if traced(x):
         outputs = _operator(
             function,
@@ -135,13 +150,6 @@ def add_normalize(
             residual_out=residual_out,
         )
         return outputs.y, outputs.residual_out
-    kept = None
-    if where is None and valid_rows is None and residual is not None:
-        kept = _fast.kept(function, options, out_dtype)
-        if kept is not None:
-            done = _fast.forward(kept, x, residual, weight, bias, out, residual_out)
-            if done is not None:
-                return done[0], done[1]
     if _recorded(x, residual, weight, bias):
         from . import _torch_autograd
 

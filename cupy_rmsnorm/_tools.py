@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from . import _fast, _roads, _run
@@ -13,7 +13,6 @@ from ._call import Norm, WarmupCall
 from ._docs import Axis, CastOption, MaskedOption, documented
 
 ArrayT = TypeVar("ArrayT")
-Short = Callable[[Any, Any], Any]  # (x, out) -> y, or None
 
 
 class BoundNorm:
@@ -56,12 +55,13 @@ class BoundNorm:
         self._bias = bias
         self._options = options
         self._kept = _fast.kept(function, options, self._out_dtype)
-        self._short: dict[type, Short] = {}  # by the type of x
+        self._short: dict[type, _fast.Short] = {}  # by the type of x
 
     def __call__(self, x: ArrayT, out: ArrayT | None = None) -> ArrayT:
         """Normalise `x`; `out` is as in the function that this binds."""
-        short = self._short.get(type(x)) or self._find_short(x)
-        if short is not None:
+        library = _fast.libraries.get(type(x)) if self._kept is not None else None
+        if library is not None and (library.traced is None or not library.traced()):
+            short = self._short.get(type(x)) or self._find_short(library, type(x))
             done: ArrayT | None = short(x, out)
             if done is not None:
                 return done
@@ -79,12 +79,10 @@ class BoundNorm:
             self._kept,
         )
 
-    def _find_short(self, x: object) -> Short | None:
-        library = _fast.libraries.get(type(x))
-        if library is None or self._kept is None or _roads.traced(x):
-            return None
-        short = library.bind(self._kept, self._weight, self._bias)
-        self._short[type(x)] = short
+    def _find_short(self, library: _fast.Library, cls: type) -> _fast.Short:
+        assert self._kept is not None
+        short = _fast.bind(library, self._kept, self._weight, self._bias)
+        self._short[cls] = short
         return short
 
     def __repr__(self) -> str:
