@@ -8,6 +8,7 @@ that knows shapes and dtypes alone. A gradient that does not exist is an empty t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -26,18 +27,19 @@ class Kind(NamedTuple):
     norm: Norm
     adds: bool
     statistics: bool
+    outputs: tuple[str, ...]  # what the forward function returns, in its order
 
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """What the forward function returns, in its order."""
-        mean = ("mean",) if self.statistics and self.norm == "layer" else ()
-        rstd = ("rstd",) if self.statistics else ()
-        return ("y", *(("residual_out",) if self.adds else ()), *mean, *rstd)
+
+RESULTS = ("y", "residual_out", "mean", "rstd")
+
+
+def _kind(norm: Norm, adds: bool, statistics: bool) -> Kind:
+    there = True, adds, statistics and norm == "layer", statistics
+    return Kind(norm, adds, statistics, tuple(itertools.compress(RESULTS, there)))
 
 
 NORMS: tuple[Norm, ...] = ("rms", "layer")
-BOTH = (False, True)
-KINDS = [Kind(norm, adds, statistics) for norm in NORMS for adds in BOTH for statistics in BOTH]
+KINDS = [_kind(*which) for which in itertools.product(NORMS, (False, True), (False, True))]
 
 
 def _name(kind: Kind, suffix: str) -> str:
@@ -46,7 +48,6 @@ def _name(kind: Kind, suffix: str) -> str:
 
 FORWARD = {_name(kind, "_forward" if kind.statistics else ""): kind for kind in KINDS}
 BACKWARD = {_name(kind, "_backward"): kind for kind in KINDS if kind.statistics}
-RESULTS = ("y", "residual_out", "mean", "rstd")
 GRADIENTS = ("dx", "dresidual", "dweight", "dbias")
 
 # The options in the order of `_check.Options`.

@@ -370,6 +370,7 @@ def test_a_bias_without_gradient_is_not_saved() -> None:
     assert bias.data_ptr() not in [value.data_ptr() for value in saved]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.cpu.amp.autocast")  # raised within torch 2.4
 def test_checkpointing() -> None:
     from torch.utils.checkpoint import checkpoint
 
