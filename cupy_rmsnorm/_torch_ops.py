@@ -33,13 +33,13 @@ class Kind(NamedTuple):
 RESULTS = ("y", "residual_out", "mean", "rstd")
 
 
-def _kind(norm: Norm, adds: bool, statistics: bool) -> Kind:
+def _kind_of(norm: Norm, adds: bool, statistics: bool) -> Kind:
     there = True, adds, statistics and norm == "layer", statistics
     return Kind(norm, adds, statistics, tuple(itertools.compress(RESULTS, there)))
 
 
 NORMS: tuple[Norm, ...] = ("rms", "layer")
-KINDS = [_kind(*which) for which in itertools.product(NORMS, (False, True), (False, True))]
+KINDS = [_kind_of(*which) for which in itertools.product(NORMS, (False, True), (False, True))]
 
 
 def _name(kind: Kind, suffix: str) -> str:
