@@ -27,7 +27,8 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
     const long long first_of_block = static_cast<long long>(block) * ROWS_PER_BLOCK;
     const long long rows_a_pass = static_cast<long long>(blocks) * ROWS_PER_BLOCK;
 
-    const auto element_of = [=](int vec) { return (thread + vec * THREADS_PER_ROW) * VEC_SIZE; };
+    const int first_element = thread * VEC_SIZE;
+    const auto offset_of = [](int vec) { return vec * (THREADS_PER_ROW * VEC_SIZE); };
     int half = 0;
     for (long long first_row = first_of_block; first_row < arguments.rows;
          first_row += rows_a_pass) {
@@ -35,7 +36,8 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
         const bool computed = row_is_computed<MASK>(arguments, row);
         // A row that is not computed still meets its block at the barriers, with no packs.
         const int held_packs = computed ? packs : 0;
-        const RowPointers<Y, X, R, W, B> at = row_pointers<SPLIT_ROWS>(arguments, row);
+        const RowPointers<Y, X, R, W, B> at =
+            row_pointers<SPLIT_ROWS>(arguments, row, first_element);
         const auto holds = [=](int vec) {
             return FULL ? computed : thread + vec * THREADS_PER_ROW < held_packs;
         };
@@ -46,10 +48,10 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
         Pack<B, VEC_SIZE> bias[VECS_PER_THREAD];
         const auto load_parameters = [&](int vec) {
             if constexpr (is_array<W>) {
-                load_pack<KEEP, ALIGNED>(weight[vec], at.weight + element_of(vec));
+                load_pack<KEEP, ALIGNED>(weight[vec], at.weight + offset_of(vec));
             }
             if constexpr (is_array<B>) {
-                load_pack<KEEP, ALIGNED>(bias[vec], at.bias + element_of(vec));
+                load_pack<KEEP, ALIGNED>(bias[vec], at.bias + offset_of(vec));
             }
         };
         const auto held_values = [&](A(&values)[VEC_SIZE], int vec) {
@@ -58,9 +60,9 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
 #pragma unroll
         for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
             if (!holds(vec)) continue;
-            load_pack<STREAM, ALIGNED>(x[vec], at.x + element_of(vec));
+            load_pack<STREAM, ALIGNED>(x[vec], at.x + offset_of(vec));
             if constexpr (is_array<R>) {
-                load_pack<STREAM, ALIGNED>(residual[vec], at.residual + element_of(vec));
+                load_pack<STREAM, ALIGNED>(residual[vec], at.residual + offset_of(vec));
             }
         }
         if constexpr (EARLY_WEIGHT) {
@@ -77,7 +79,7 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
                 Pack<R, VEC_SIZE> residual_out;
                 held_values(values, vec);
                 round_pack(residual_out, values);
-                store_pack<ALIGNED>(at.residual_out + element_of(vec), residual_out);
+                store_pack<ALIGNED>(at.residual_out + offset_of(vec), residual_out);
             }
         }
 
@@ -100,7 +102,8 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
             if (!holds(vec)) continue;
             A values[VEC_SIZE];
             held_values(values, vec);
-            squares += pack_sum_squares<PARTIAL>(values, mean, arguments, element_of(vec));
+            squares += pack_sum_squares<NORM, PARTIAL>(values, mean, arguments,
+                                                       first_element + offset_of(vec));
         }
         squares = row_reduce_sum<THREADS_PER_ROW>(squares, square_slots[half]);
         half ^= HALVES - 1;
@@ -117,11 +120,11 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
             Pack<Y, VEC_SIZE> y;
             held_values(values, vec);
             normalise(y, values, weight[vec], bias[vec]);
-            store_pack<ALIGNED>(at.y + element_of(vec), y);
+            store_pack<ALIGNED>(at.y + offset_of(vec), y);
         }
         if constexpr (MASK == ZERO_OTHERS) {
             if (!computed && row < arguments.rows) {
-                zero_row<ALIGNED, VEC_SIZE>(at, thread, packs, THREADS_PER_ROW);
+                zero_row<ALIGNED, VEC_SIZE>(at, packs - thread, THREADS_PER_ROW);
                 if (thread == 0) store_statistics<NORM>(arguments, row, A(0), A(0));
             }
         }

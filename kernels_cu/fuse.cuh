@@ -34,8 +34,9 @@ struct RowStrides {
     long long inner;
 };
 
-// Outputs first, then inputs, sizes, scalars. Y, X: output and input; R: residual or Absent;
-// W: weight or Constant; B: bias, Constant or Absent; V: the integer type of valid_rows.
+// Outputs first, then inputs, sizes, scalars; Y, X: output and input; R: residual or Absent;
+// W: weight or Constant; B: bias, Constant or Absent; V: the integer type of valid_rows. What few
+// calls need comes last: constant memory arrives line by line, and a short call waits for each.
 template <typename Y, typename X, typename R, typename W, typename B, typename V>
 struct ForwardArguments {
     using A = typename Accumulation<X>::type;
@@ -47,26 +48,27 @@ struct ForwardArguments {
     const R* residual;
     const W* weight;
     const B* bias;
-    const bool* where;    // null: every row
-    const V* valid_rows;  // null: every row
     long long rows;
     long long hidden_size;
-    long long partial;  // columns that the statistic comes from, where PARTIAL
-    RowCount inner_rows;
-    RowCount mask_rows;  // neighbouring rows that share an element of the masks
-    RowStrides y_strides;
-    RowStrides residual_out_strides;
     RowStrides x_strides;
-    RowStrides residual_strides;
-    long long weight_stride;  // between the heads' weights: hidden_size, or 0 for a shared weight
-    long long bias_stride;
+    RowStrides y_strides;
     A eps;
     A weight_offset;
     A weight_constant;  // in place of a weight where W is Constant
     A bias_constant;
+    RowStrides residual_out_strides;
+    RowStrides residual_strides;
+    RowCount inner_rows;
+    long long weight_stride;  // between the heads' weights: hidden_size, or 0 for a shared weight
+    long long bias_stride;
+    long long partial;    // columns that the statistic comes from, where PARTIAL
+    const bool* where;    // null: every row
+    const V* valid_rows;  // null: every row
+    RowCount mask_rows;   // neighbouring rows that share an element of the masks
 };
 
-// Where one row begins in each array.
+// Where a thread's first element of one row lies in each array. Its others are a number away that
+// the compiler knows: one address serves all of them.
 template <typename Y, typename X, typename R, typename W, typename B>
 struct RowPointers {
     Y* y;
@@ -79,11 +81,11 @@ struct RowPointers {
 
 template <bool SPLIT_ROWS, typename Y, typename X, typename R, typename W, typename B, typename V>
 __device__ __forceinline__ RowPointers<Y, X, R, W, B> row_pointers(
-    const ForwardArguments<Y, X, R, W, B, V>& arguments, long long row) {
+    const ForwardArguments<Y, X, R, W, B, V>& arguments, long long row, long long element) {
     const long long outer = SPLIT_ROWS ? quotient(row, arguments.inner_rows) : 0;
     const long long inner = SPLIT_ROWS ? row - outer * arguments.inner_rows.count : row;
     const auto offset = [=](const RowStrides& strides) {
-        return SPLIT_ROWS ? outer * strides.outer + inner * strides.inner : inner * strides.inner;
+        return (SPLIT_ROWS ? outer * strides.outer : 0) + inner * strides.inner + element;
     };
     RowPointers<Y, X, R, W, B> pointers = {};
     pointers.y = arguments.y + offset(arguments.y_strides);
@@ -94,8 +96,12 @@ __device__ __forceinline__ RowPointers<Y, X, R, W, B> row_pointers(
     }
     // Weights of heads exist only where rows are split: inner is then the head.
     const long long head = SPLIT_ROWS ? inner : 0;
-    if constexpr (is_array<W>) pointers.weight = arguments.weight + head * arguments.weight_stride;
-    if constexpr (is_array<B>) pointers.bias = arguments.bias + head * arguments.bias_stride;
+    if constexpr (is_array<W>) {
+        pointers.weight = arguments.weight + head * arguments.weight_stride + element;
+    }
+    if constexpr (is_array<B>) {
+        pointers.bias = arguments.bias + head * arguments.bias_stride + element;
+    }
     return pointers;
 }
 
@@ -118,13 +124,13 @@ __device__ __forceinline__ void store_statistics(const Arguments& arguments, lon
     if (arguments.rstd != nullptr) arguments.rstd[row] = rstd;
 }
 
-// Zeroes packs first, first + step, ... below end of a row that is not computed.
+// Zeroes a thread's packs of a row that is not computed: 0, step, ... below end.
 template <bool ALIGNED, int VEC_SIZE, typename Y, typename X, typename R, typename W, typename B>
-__device__ __forceinline__ void zero_row(const RowPointers<Y, X, R, W, B>& at, long long first,
-                                         long long end, int step) {
+__device__ __forceinline__ void zero_row(const RowPointers<Y, X, R, W, B>& at, long long end,
+                                         int step) {
     const Pack<Y, VEC_SIZE> y = {};
     const Pack<R, VEC_SIZE> residual_out = {};
-    for (long long pack = first; pack < end; pack += step) {
+    for (long long pack = 0; pack < end; pack += step) {
         store_pack<ALIGNED>(at.y + pack * VEC_SIZE, y);
         if constexpr (is_array<R>) {
             store_pack<ALIGNED>(at.residual_out + pack * VEC_SIZE, residual_out);
@@ -239,16 +245,16 @@ __device__ __forceinline__ A mean_of(const ExactSum<A>& sum, A count) {
     return rest == rest ? add_rn(mean, rest / count) : mean;
 }
 
-// Sum of (value - center)^2 over one pack, whose first element is `element` of its row. PARTIAL
-// leaves out what lies behind the columns that the statistic comes from.
-template <bool PARTIAL, typename A, int VEC_SIZE, typename Arguments>
-__device__ __forceinline__ A pack_sum_squares(const A (&values)[VEC_SIZE], A center,
+// Sum of (value - mean)^2 over one pack, whose first element is `element` of its row; RMSNorm has
+// no mean. PARTIAL leaves out what lies behind the columns that the statistic comes from.
+template <Norm NORM, bool PARTIAL, typename A, int VEC_SIZE, typename Arguments>
+__device__ __forceinline__ A pack_sum_squares(const A (&values)[VEC_SIZE], A mean,
                                               const Arguments& arguments, long long element) {
     A sum = A(0);
 #pragma unroll
     for (int i = 0; i < VEC_SIZE; ++i) {
         if (PARTIAL && element + i >= arguments.partial) continue;
-        const A deviation = sub_rn(values[i], center);
+        const A deviation = NORM == LAYER ? sub_rn(values[i], mean) : values[i];
         sum = fma_rn(deviation, deviation, sum);
     }
     return sum;

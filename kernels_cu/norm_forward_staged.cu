@@ -33,11 +33,13 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS, 1024 / THR
     const int share = (packs + CLUSTER_SIZE - 1) / CLUSTER_SIZE;
     const int begin = min(rank * share, packs);
     const int end = min(begin + share, packs);
-    const RowPointers<Y, X, R, W, B> at = row_pointers<SPLIT_ROWS>(arguments, row);
+    const int first = begin + static_cast<int>(threadIdx.x);
+    const RowPointers<Y, X, R, W, B> at =
+        row_pointers<SPLIT_ROWS>(arguments, row, first * VEC_SIZE);
     if (!computed) {  // the same in every thread of the cluster
         if constexpr (CLUSTER_SIZE > 1) cluster_wait();
         if constexpr (MASK == ZERO_OTHERS) {
-            zero_row<ALIGNED, VEC_SIZE>(at, begin + static_cast<int>(threadIdx.x), end, THREADS);
+            zero_row<ALIGNED, VEC_SIZE>(at, end - first, THREADS);
             if (rank == 0 && threadIdx.x == 0) store_statistics<NORM>(arguments, row, A(0), A(0));
         }
         return;
@@ -48,11 +50,8 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS, 1024 / THR
         reinterpret_cast<Pack<R, VEC_SIZE>*>(reinterpret_cast<Pack<X, VEC_SIZE>*>(staged) +
                                              THREADS * VECS_PER_THREAD) +
         threadIdx.x;
-    const auto pack_of = [=](int vec) {
-        return begin + static_cast<int>(threadIdx.x) + vec * THREADS;
-    };
-    const auto element_of = [=](int vec) { return pack_of(vec) * VEC_SIZE; };
-    const auto holds = [=](int vec) { return FULL || pack_of(vec) < end; };
+    const auto offset_of = [](int vec) { return vec * (THREADS * VEC_SIZE); };
+    const auto holds = [=](int vec) { return FULL || first + vec * THREADS < end; };
     const auto held_values = [=](A(&values)[VEC_SIZE], int vec) {
         Pack<X, VEC_SIZE> x;
         Pack<R, VEC_SIZE> residual;
@@ -66,10 +65,10 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS, 1024 / THR
 #pragma unroll
     for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
         if (holds(vec)) {
-            bring_pack<ASYNC, ALIGNED>(x_staged + vec * THREADS, at.x + element_of(vec));
+            bring_pack<ASYNC, ALIGNED>(x_staged + vec * THREADS, at.x + offset_of(vec));
             if constexpr (is_array<R>) {
                 bring_pack<ASYNC, ALIGNED>(residual_staged + vec * THREADS,
-                                           at.residual + element_of(vec));
+                                           at.residual + offset_of(vec));
             }
         }
         if constexpr (ASYNC) copy_async_commit();
@@ -86,12 +85,13 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS, 1024 / THR
         if constexpr (NORM == LAYER) {
             add_pack(sum, values);
         } else {
-            squares += pack_sum_squares<PARTIAL>(values, A(0), arguments, element_of(vec));
+            squares += pack_sum_squares<NORM, PARTIAL>(values, A(0), arguments,
+                                                       first * VEC_SIZE + offset_of(vec));
         }
         if constexpr (is_array<R>) {
             Pack<R, VEC_SIZE> residual_out;
             round_pack(residual_out, values);
-            store_pack<ALIGNED>(at.residual_out + element_of(vec), residual_out);
+            store_pack<ALIGNED>(at.residual_out + offset_of(vec), residual_out);
         }
     }
     if constexpr (CLUSTER_SIZE > 1) {
@@ -107,7 +107,8 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS, 1024 / THR
             if (!holds(vec)) continue;
             A values[VEC_SIZE];
             held_values(values, vec);
-            squares += pack_sum_squares<false>(values, mean, arguments, element_of(vec));
+            squares += pack_sum_squares<NORM, false>(values, mean, arguments,
+                                                     first * VEC_SIZE + offset_of(vec));
         }
     }
     squares = cluster_reduce_sum<CLUSTER_SIZE>(row_reduce_sum<THREADS>(squares, square_slots),
@@ -124,10 +125,10 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS, 1024 / THR
         held_values(values, vec);
         Pack<W, VEC_SIZE> weight;
         Pack<B, VEC_SIZE> bias;
-        if constexpr (is_array<W>) load_pack<KEEP, ALIGNED>(weight, at.weight + element_of(vec));
-        if constexpr (is_array<B>) load_pack<KEEP, ALIGNED>(bias, at.bias + element_of(vec));
+        if constexpr (is_array<W>) load_pack<KEEP, ALIGNED>(weight, at.weight + offset_of(vec));
+        if constexpr (is_array<B>) load_pack<KEEP, ALIGNED>(bias, at.bias + offset_of(vec));
         Pack<Y, VEC_SIZE> y;
         normalise(y, values, weight, bias);
-        store_pack<ALIGNED>(at.y + element_of(vec), y);
+        store_pack<ALIGNED>(at.y + offset_of(vec), y);
     }
 }

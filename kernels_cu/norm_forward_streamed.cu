@@ -28,10 +28,11 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
     const long long share = (packs + CLUSTER_SIZE - 1) / CLUSTER_SIZE;
     const long long first = min(rank * share, packs) + threadIdx.x;
     const long long end = min((rank + 1) * share, packs);
-    const RowPointers<Y, X, R, W, B> at = row_pointers<SPLIT_ROWS>(arguments, row);
+    const RowPointers<Y, X, R, W, B> at =
+        row_pointers<SPLIT_ROWS>(arguments, row, first * VEC_SIZE);
     if (!computed) {  // the same in every thread of the cluster
         if constexpr (MASK == ZERO_OTHERS) {
-            zero_row<ALIGNED, VEC_SIZE>(at, first, end, THREADS);
+            zero_row<ALIGNED, VEC_SIZE>(at, end - first, THREADS);
             if (rank == 0 && threadIdx.x == 0) store_statistics<NORM>(arguments, row, A(0), A(0));
         }
         return;
@@ -53,7 +54,7 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
     if constexpr (NORM == LAYER) {
         ExactSum<A> sum = {};
 #pragma unroll 4
-        for (long long pack = first; pack < end; pack += THREADS) {
+        for (long long pack = 0; pack < end - first; pack += THREADS) {
             A values[VEC_SIZE];
             load_values(values, pack);
             add_pack(sum, values);
@@ -64,10 +65,11 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
     }
     ExactSum<A> square_sum = {};
 #pragma unroll 4
-    for (long long pack = first; pack < end; pack += THREADS) {
+    for (long long pack = 0; pack < end - first; pack += THREADS) {
         A values[VEC_SIZE];
         load_values(values, pack);
-        square_sum += pack_sum_squares<PARTIAL>(values, mean, arguments, pack * VEC_SIZE);
+        square_sum +=
+            pack_sum_squares<NORM, PARTIAL>(values, mean, arguments, (first + pack) * VEC_SIZE);
     }
     const A squares = cluster_reduce_sum<CLUSTER_SIZE>(
         row_reduce_sum<THREADS>(square_sum.value(), square_slots), cluster_square_slots);
@@ -78,7 +80,7 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
         mean, rstd, arguments.weight_offset, arguments.weight_constant, arguments.bias_constant};
     // residual_out may be x or residual itself, so it is written here, behind the last sum.
 #pragma unroll 2
-    for (long long pack = first; pack < end; pack += THREADS) {
+    for (long long pack = 0; pack < end - first; pack += THREADS) {
         const long long element = pack * VEC_SIZE;
         A values[VEC_SIZE];
         load_values(values, pack);
