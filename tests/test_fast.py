@@ -924,3 +924,33 @@ def test_qk_norm_refuses_the_same_overlaps(driver: Driver, library: Any) -> None
         assert short == general
         seen.add(bool(general))
     assert seen == {True, False}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("function", ["rms_norm", "add_rms_norm", "bound"])
+def test_a_traced_call_takes_no_short_road(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(_fast, "libraries", {})
+    monkeypatch.setattr(_device, "runtime", lambda: SimpleNamespace(getDevice=int))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", abs, raising=False)
+    assert _fast.known_library(torch.Tensor) is not None
+    x, weight = torch.ones(ROWS, HIDDEN_SIZE), torch.ones(HIDDEN_SIZE)
+    bound = norms.bind_rms_norm(weight)
+    calls = {
+        "rms_norm": lambda x, weight: norms.rms_norm(x, weight),
+        "add_rms_norm": lambda x, weight: norms.add_rms_norm(x, x, weight)[0],
+        "bound": lambda x, weight: bound(x),
+    }
+    graphs = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(calls[function], backend=backend, fullgraph=True)
+    try:
+        assert torch.allclose(compiled(x, weight), torch.ones_like(x))
+    finally:
+        torch._dynamo.reset()
+    (graph,) = graphs
+    assert any("cupy_rmsnorm" in str(node.target) for node in graph.graph.nodes)
