@@ -480,6 +480,28 @@ def test_forward_mode_is_refused(function: str, grad: bool) -> None:
                 getattr(norms, function)(**(named | {name: dual}))
 
 
+@pytest.mark.filterwarnings(TORCHS_OWN)
+@pytest.mark.parametrize("function", [*PLAIN, *ADDS, "qk_norm"])
+def test_the_short_road_drops_no_gradient(function: str) -> None:
+    call, named = getattr(norms, function), inputs(function)
+    plain = {name: value.detach() for name, value in named.items()}
+    for _ in range(3):  # from the second on by the short road, on a GPU
+        call(**plain)
+    for name in named:
+        result = call(**(plain | {name: named[name]}))
+        assert (result if function in PLAIN else result[0 if name[0] != "k" else 1]).requires_grad
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(plain[name], torch.ones_like(plain[name]))
+            with pytest.raises(RuntimeError, match="has a forward-mode tangent"):
+                call(**(plain | {name: dual}))
+        batch = plain[name].expand(2, *plain[name].shape).clone()
+        with pytest.raises(TypeError, match=r"one within torch\.func"):
+            torch.func.vmap(lambda one, name=name: call(**(plain | {name: one})))(batch)
+    with torch.no_grad():
+        result = call(**named)
+    assert not (result if function in PLAIN else result[0]).requires_grad
+
+
 @pytest.mark.parametrize("function", [*PLAIN, *ADDS, "qk_norm"])
 def test_given_outputs_are_refused(function: str) -> None:
     named = inputs(function)
@@ -578,3 +600,21 @@ def test_backward_runs_on_forwards_stream(
             assert torch.equal(value.grad, expected[name]), name
     assert {stream for _, stream in seen} == {side.cuda_stream}
     assert threading.get_ident() not in {thread for thread, _ in seen}
+
+
+def test_backward_runs_on_forwards_device(device: str) -> None:
+    if device == "cpu" or torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    named = inputs("add_rms_norm")
+    total(norms.add_rms_norm(**named)).backward()
+    with torch.device("cuda:1"):
+        other = {
+            name: value.detach().to("cuda:1").requires_grad_() for name, value in named.items()
+        }
+        loss = total(norms.add_rms_norm(**other))
+    with torch.cuda.device(0):
+        loss.backward()
+        assert torch.cuda.current_device() == 0
+    for name, value in other.items():
+        assert value.grad.device.index == 1
+        assert torch.equal(value.grad.cpu(), named[name].grad.cpu()), name
