@@ -2,7 +2,8 @@
 """Does the table notice a fault? Plants small ones in the kernels and runs rows until one fails.
 
 ``python -m tests.emulator.mutate`` writes benchmarks/results/mutation.json. A mutant that no row
-kills is listed in EXPLAINED with the reason, or it counts as survived.
+kills is listed in EXPLAINED or CHOICES with the reason, or it counts as survived. Of ptx.cuh there
+are none: what the emulator runs of it is not what a GPU runs.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from tests.backends import Emulator
 
 ARCH = 90
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "mutation.json"
-LONG = 500_000  # elements
+SHORT, LONG = 50_000, 500_000  # elements
 LARGEST_BATCH = 8  # rows compiled together; the first batch is one row, and kills most mutants
-TRIALS_OF_EXPLAINED = 60  # mutants of which nobody expects that a row kills them
-TIMEOUT_S = 60  # for one batch
+TRIALS = 100  # rows that may kill a mutant, short ones first
+TRIALS_OF_EXPLAINED = 10  # the same, where nobody expects that one does
+TIMEOUT_S = 60  # of processor time for one batch
 
 # (what it does, pattern, replacement), applied to one place of one line at a time.
 OPERATORS: tuple[tuple[str, str, str], ...] = (
@@ -99,6 +101,14 @@ EXPLAINED: dict[tuple[str, str], tuple[str, str]] = {
 }
 
 
+# Functions that choose at compile time what changes no result: verdict "equivalent".
+CHOICES = {
+    "is_held": "decides only what stays in registers",
+    "least_blocks": "decides only how many blocks share a multiprocessor",
+    "few_blocks": "decides only how many blocks share a multiprocessor",
+}
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One changed line of one file."""
@@ -108,12 +118,24 @@ class Mutant:
     line: str
     changed: str
     what: str
+    function: str  # of CHOICES; else empty
+
+    @property
+    def explained(self) -> tuple[str, str] | None:
+        """The verdict, and the reason, if no row kills it."""
+        if self.function:
+            return "equivalent", CHOICES[self.function]
+        return EXPLAINED.get((self.file, self.changed.strip()))
 
 
 def mutants(file: str, text: str) -> Iterator[Mutant]:
     """Every place of every line where an operator fits."""
+    function = ""
     for number, line in enumerate(text.splitlines(), start=1):
         code = line.split("//")[0]
+        function = next((name for name in CHOICES if f"constexpr int {name}(" in code), function)
+        function = next((name for name in CHOICES if f"constexpr bool {name}(" in code), function)
+        function = "" if code.startswith("}") else function
         if SKIP.search(code) or not code.strip():
             continue
         # Template heads that run over several lines have no statement to change.
@@ -123,7 +145,7 @@ def mutants(file: str, text: str) -> Iterator[Mutant]:
             for match in re.finditer(pattern, code):
                 changed = code[: match.start()] + match.expand(replacement) + code[match.end() :]
                 if changed != code:
-                    yield Mutant(file, number, code.rstrip(), changed.rstrip(), what)
+                    yield Mutant(file, number, code.rstrip(), changed.rstrip(), what, function)
 
 
 @functools.cache
@@ -189,22 +211,21 @@ class StudyTrial:
 
 
 def _mixed(trials: list[Any]) -> list[Any]:
-    """Neighbours in a table are alike: in strides, the long rows last."""
+    """Neighbours in a table are alike: in strides, long rows last."""
     mixed = [trial for start in range(7) for trial in trials[start::7]]
-    return sorted(mixed, key=lambda trial: bool(trial.elements > LONG))
+    return sorted(mixed, key=lambda trial: (trial.elements > SHORT) + (trial.elements > LONG))
 
 
 @functools.cache
 def _every_trial() -> tuple[Any, ...]:
-    table = (*kernels.FORWARD, *kernels.BACKWARD, *kernels.PAIRS)
-    rows = _mixed([Trial(row) for row in table])
+    rows = [Trial(row) for row in (*kernels.FORWARD, *kernels.BACKWARD, *kernels.PAIRS)]
     # On a GPU of two multiprocessors blocks walk over many rows.
     few = [
         dataclasses.replace(trial, sm_count=2)
         for trial in rows
         if trial.row.rows > 50 and trial.elements < LONG
     ]
-    return (*rows, *few, *_mixed([StudyTrial(row) for row in study.ROWS]))
+    return (*_mixed([*rows, *few]), *_mixed([StudyTrial(row) for row in study.ROWS]))
 
 
 def trials(file: str) -> list[Any]:
@@ -249,11 +270,15 @@ def try_mutant(mutant: Mutant, chosen: list[Any], progress: Callable[[], object]
     return None
 
 
+def _processor_time(process: int) -> float:
+    """Seconds of a process and of those of its children that have ended."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
 def run_one(mutant: Mutant, chosen: list[Any]) -> tuple[str, str]:
     """(killed, survived, equivalent or invalid; why), in a process that may hang or crash."""
-    explained = EXPLAINED.get((mutant.file, mutant.changed.strip()))
-    if explained is not None:
-        chosen = chosen[:TRIALS_OF_EXPLAINED]
+    chosen = chosen[: TRIALS if mutant.explained is None else TRIALS_OF_EXPLAINED]
     read_end, write_end = os.pipe()
     process = os.fork()
     if process == 0:
@@ -265,12 +290,15 @@ def run_one(mutant: Mutant, chosen: list[Any]) -> tuple[str, str]:
         os.write(write_end, verdict.encode()[:4000])
         os._exit(0)
     os.close(write_end)
-    output = b""
+    output, used = b"", 0.0
     while True:
-        if not select.select([read_end], [], [], TIMEOUT_S)[0]:
+        if not select.select([read_end], [], [], 5)[0]:
+            if _processor_time(process) - used < TIMEOUT_S:
+                continue
             os.kill(process, signal.SIGKILL)
             output = b"does not end"
             break
+        used = _processor_time(process)
         piece = os.read(read_end, 4096)
         if not piece:
             break
@@ -279,7 +307,7 @@ def run_one(mutant: Mutant, chosen: list[Any]) -> tuple[str, str]:
     os.waitpid(process, 0)
     verdict = output.decode().strip()
     if verdict == "survived":
-        return explained or ("survived", "no row fails")
+        return mutant.explained or ("survived", "no row fails")
     if verdict == "does not compile":
         return "invalid", verdict
     return "killed", verdict or "the process dies"
