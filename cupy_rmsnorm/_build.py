@@ -8,8 +8,13 @@ knows, which the driver translates.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
 import os
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +29,35 @@ CACHE_ADVICE = (
 def load(source: str, options: tuple[str, ...], expression: str, arch: int) -> Any:
     """The `cupy.RawKernel` of the name expression, for a device of this architecture."""
     try:
-        return _load(source, options, expression, arch)
+        with _capture_allows_loading():
+            return _load(source, options, expression, arch)
     except Exception as error:
         reason = _explain(error, expression)
         if reason is None:
             raise
         raise RuntimeError(reason) from error
+
+
+@functools.cache
+def driver() -> Any:
+    """The driver's library, by ctypes."""
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+@contextlib.contextmanager
+def _capture_allows_loading() -> Iterator[None]:
+    """Let this thread load a module even while a stream is captured into a graph."""
+    try:
+        exchange = driver().cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):  # no driver, or one without graphs
+        yield
+        return
+    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))  # it holds what was in force before
 
 
 def _load(source: str, options: tuple[str, ...], expression: str, arch: int) -> Any:
@@ -81,6 +109,11 @@ def _explain(error: Exception, expression: str) -> str | None:
     if isinstance(error, OSError):
         folder = os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")
         return f"CuPy cannot keep compiled kernels in {folder} ({error}): {CACHE_ADVICE}"
+    if "captur" in str(error).lower():
+        return (
+            f"cannot load {expression} while a CUDA graph is captured ({error}): call warmup, or "
+            "make the call once, before the capture"
+        )
     missing = _info.missing_toolkit()
     if missing:
         return f"cannot compile {expression}: {missing}"

@@ -311,9 +311,7 @@ def launcher() -> Callable[..., None]:
 
 
 def _driver_launch_kernel() -> Callable[..., None]:
-    import sys
-
-    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    library = _build.driver()
     enqueue = library.cuLaunchKernel
     count, pointer = ctypes.c_uint, ctypes.c_void_p
     enqueue.argtypes = (pointer, *(7 * [count]), pointer, pointer, pointer)

@@ -82,6 +82,31 @@ def test_missing_toolkit_asks_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_a_load_that_a_capture_forbids_names_warmup(fails: type[Fails]) -> None:
+    text = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED: operation not permitted when stream is capturing"
+    fails.error = RuntimeError(text)  # what CuPy raises is one
+    with pytest.raises(RuntimeError, match=rf"^cannot load {EXPRESSION} while .*: call warmup, or"):
+        load()
+
+
+def test_modules_load_in_the_relaxed_mode_of_captures(
+    monkeypatch: pytest.MonkeyPatch, fails: type[Fails]
+) -> None:
+    modes = [0]  # of the thread; 0 is global
+
+    def exchange(pointer: Any) -> None:
+        modes.append(pointer._obj.value)
+        pointer._obj.value = modes[-2]
+
+    stand_in = SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
+    monkeypatch.setattr(_build, "driver", lambda: stand_in)
+    seen = []
+    monkeypatch.setattr(_build, "_load", lambda *arguments: seen.append(modes[-1]))
+    load()
+    assert seen == [2]
+    assert modes == [0, 2, 0]
+
+
 def test_other_errors_stay_as_they_are(fails: type[Fails]) -> None:
     fails.error = MemoryError("out of memory")
     with pytest.raises(MemoryError) as raised:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -298,6 +299,149 @@ def test_ptx_for_a_gpu_that_nvrtc_does_not_know(monkeypatch: pytest.MonkeyPatch,
     got = device.numpy(call(x, eps=1e-5))
     expected = oracle.forward(values, None, eps=1e-5, norm=norm).y
     compare.close(got, expected.value, expected.bound("float16"), "y")
+
+
+NOBODY = 65534
+FOREIGN = """
+    import cupy_rmsnorm
+    try:
+        import cupy
+        x = cupy.ones((3, 1000), "float16")
+    except Exception:  # then torch, if it is here, still has arrays on the GPU
+        import torch
+        x = torch.ones(3, 1000, device="cuda").half()
+    y = cupy_rmsnorm.rms_norm(x)
+    assert abs(float(y[0, 0]) - 1) < 1e-3
+"""
+
+
+@pytest.mark.usefixtures("cupy_here")
+@pytest.mark.parametrize("home", ["missing", "foreign"])
+def test_a_home_that_cannot_be_written_to(tmp_path: Path, home: str) -> None:
+    """The call works, or one error names the variable that helps."""
+    with tempfile.TemporaryDirectory() as folder:  # which others may enter, unlike tmp_path
+        os.chmod(folder, 0o755)
+        place = folder if home == "foreign" else "/proc/missing"  # not even root can make this
+        environment = {"HOME": place, "CUPY_CACHE_DIR": os.path.join(place, "cache")}
+        user = NOBODY if home == "foreign" and os.geteuid() == 0 else None
+        if home == "foreign" and user is None:
+            pytest.skip("only root can run a process as another user")
+        done = subprocess.run(
+            [sys.executable, "-B", "-c", textwrap.dedent(FOREIGN)],
+            cwd=CHECKOUT,
+            env=os.environ | environment,
+            user=user,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if "Permission denied" in done.stderr and "CUPY_CACHE_DIR" not in done.stderr:
+        pytest.skip("another user may not read this environment")
+    assert done.returncode == 0 or "CUPY_CACHE_DIR" in done.stderr.splitlines()[-1], done.stderr
+
+
+# Cold calls inside a capture ----------------------------------------------------------------------
+
+
+COLD = """
+    import cupy, torch
+    import cupy_rmsnorm
+    torch.set_grad_enabled(False)
+    x = torch.linspace(-1, 1, 3 * 1000, device="cuda").half().reshape(3, 1000)
+    out, expected = torch.empty_like(x), torch.nn.functional.rms_norm(x, (1000,), eps=1e-6)
+    view, made = cupy.from_dlpack(x), cupy.from_dlpack(out)
+    torch.cuda.synchronize()
+    try:
+        {capture}
+        replay()
+    except RuntimeError as error:
+        assert "call warmup, or make the call once, before the capture" in str(error), error
+        print("refused")
+    else:
+        torch.cuda.synchronize()
+        assert torch.allclose(out, expected, atol=2e-3), "replay"
+        print("captured")
+    {again}  # the stream is of use afterwards
+    torch.cuda.synchronize()
+    assert torch.allclose(out, expected, atol=2e-3), "afterwards"
+"""
+TORCHS_CAPTURE = """
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            cupy_rmsnorm.rms_norm(x, out=out)
+        replay = graph.replay
+"""
+CUPYS_CAPTURE = """
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+            try:
+                cupy_rmsnorm.rms_norm(view, out=made)
+            finally:
+                graph = stream.end_capture()
+        replay = graph.launch
+"""
+
+
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+def test_a_cold_call_inside_a_capture(tmp_path: Path, library: str) -> None:
+    """With an empty cache, in a process of its own: it is captured, or a sentence names warmup."""
+    if missing("torch-cuda") is not None:
+        pytest.skip("needs torch and a GPU")
+    capture, again = {
+        "torch": (TORCHS_CAPTURE, "cupy_rmsnorm.rms_norm(x, out=out)"),
+        "cupy": (CUPYS_CAPTURE, "cupy_rmsnorm.rms_norm(view, out=made)"),
+    }[library]
+    code = COLD.replace("        {capture}\n", capture.lstrip("\n")).replace("{again}", again)
+    done = in_process(code, CUPY_CACHE_DIR=os.fspath(tmp_path))
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+
+
+WARM = """
+    import torch
+    import cupy_rmsnorm as norms
+    torch.set_grad_enabled(False)
+    forward = [a + n + f for a in ("", "add_") for n in ("rms_norm", "layer_norm")
+               for f in ("", "_forward")]
+    backward = [a + n + "_backward" for a in ("", "add_") for n in ("rms_norm", "layer_norm")]
+    sizes = (96, 4096, 40_000, 300_000)
+    names = [*forward, *backward]
+    norms.warmup(calls=[
+        dict(op=op, hidden_size=n, dtype="float16", weight_dtype="float16")
+        for op in names for n in sizes
+    ] + [dict(op="qk_norm", hidden_size=96, dtype="float16", weight_dtype="float16")])
+
+    def draw(*shape):
+        return torch.randn(shape, device="cuda").half()
+
+    for n in sizes:
+        x, r, w = draw(5, n), draw(5, n), draw(n)
+        cases = {op: ((x, r, w) if op.startswith("add_") else (x, w)) for op in forward}
+        cases |= {op: ((x, r, x, w) if op.startswith("add_") else (r, x, w)) for op in backward}
+        if n == 96:
+            cases["qk_norm"] = (draw(5, 4, n), draw(5, 2, n), w, w)
+        for op, arrays in cases.items():
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = getattr(norms, op)(*arrays)
+            graph.replay()
+            torch.cuda.synchronize()
+            eager = getattr(norms, op)(*arrays)
+            pair = [v if isinstance(v, tuple) else (v,) for v in (captured, eager)]
+            for one, other in zip(*pair, strict=True):
+                assert (one is None and other is None) or torch.equal(one, other), (op, n)
+            print(op, n)
+"""
+
+
+def test_each_call_is_captured_cold_after_warmup(tmp_path: Path) -> None:
+    if missing("torch-cuda") is not None:
+        pytest.skip("needs torch and a GPU")
+    done = in_process(WARM, CUPY_CACHE_DIR=os.fspath(tmp_path))
+    assert done.returncode == 0, done.stdout[-300:] + done.stderr
+    assert len(done.stdout.splitlines()) == 12 * 4 + 1
 
 
 # The environment ----------------------------------------------------------------------------------
