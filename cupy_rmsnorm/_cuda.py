@@ -88,7 +88,8 @@ def forward(call: Forward, plan: Plan | None = None) -> _kernel.Launched | None:
         device = call.space.device.index
         properties = _kernel.device_properties(device)
         plan = plan or forward_plan(kind, call.hidden_size, device)
-        launch = choose_launch(plan, call.rows, kind.staged_itemsize, properties.sm_count)
+        masked = kind.masked is not None
+        launch = choose_launch(plan, call.rows, kind.staged_itemsize, properties.sm_count, masked)
         specialisation = specialise_forward(
             kind,
             call.hidden_size,

@@ -45,6 +45,10 @@ MAX_STAGED_VECS_PER_THREAD = 32
 STREAMED_THREADS = 512
 # Short rows share a block until it has this many threads.
 BLOCK_THREADS = 128
+# With so many masked rows for each SM, a block walks over as many as it looks up masks at once: a
+# block whose row is not computed would last nearly as long as its launch.
+MASKED_ROWS_A_BLOCK = 4
+MASKED_BLOCKS_PER_SM = 32
 # Shared memory a block may ask for, by architecture, less room for the reduction's slots.
 SHARED_RESERVE = 1024
 SHARED_LIMITS = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
@@ -140,7 +144,9 @@ def _staged_plan(packs: int, vec_size: int, staged_itemsize: int, arch: int) -> 
     return Plan("norm_forward_staged", vec_size, vecs_per_thread, threads, cluster_size)
 
 
-def choose_launch(plan: Plan, rows: int, staged_itemsize: int, sm_count: int) -> Launch:
+def choose_launch(
+    plan: Plan, rows: int, staged_itemsize: int, sm_count: int, masked: bool = False
+) -> Launch:
     """The launch of `rows` >= 1 rows; `staged_itemsize` counts x and residual."""
     threads = plan.threads_per_row
     if plan.kernel != "norm_forward":
@@ -150,6 +156,8 @@ def choose_launch(plan: Plan, rows: int, staged_itemsize: int, sm_count: int) ->
     if -(-rows // rows_per_block) < sm_count:  # too few blocks for the SMs: spread the rows
         rows_per_block = max(1, WARP // threads)
     grid = min(-(-rows // rows_per_block), MAX_GRID)
+    if masked and grid >= MASKED_BLOCKS_PER_SM * sm_count:
+        grid = -(-grid // MASKED_ROWS_A_BLOCK)
     return Launch(grid, threads * rows_per_block, 0, rows_per_block)
 
 

@@ -30,14 +30,28 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
     const int first_element = thread * VEC_SIZE;
     const auto offset_of = [](int vec) { return vec * (THREADS_PER_ROW * VEC_SIZE); };
     int half = 0;
+    RowsAhead<MASK> masks;
     for (long long first_row = first_of_block; first_row < arguments.rows;
          first_row += rows_a_pass) {
         const long long row = first_row + row_in_block;
-        const bool computed = row_is_computed<MASK>(arguments, row);
+        const bool computed = masks.next(arguments, row, rows_a_pass);
         // A row that is not computed still meets its block at the barriers, with no packs.
         const int held_packs = computed ? packs : 0;
         const RowPointers<Y, X, R, W, B> at =
             row_pointers<SPLIT_ROWS>(arguments, row, first_element);
+        const auto leave_zeros = [&] {
+            if (!computed && row < arguments.rows) {
+                zero_row<ALIGNED, VEC_SIZE>(at, packs - thread, THREADS_PER_ROW);
+                if (thread == 0) store_statistics<NORM>(arguments, row, A(0), A(0));
+            }
+        };
+        if constexpr (MASK != ALL_ROWS && (THREADS_PER_ROW <= 32 || ROWS_PER_BLOCK == 1)) {
+            // Nobody of those who meet at the sums has a row to compute.
+            if (THREADS_PER_ROW <= 32 ? !__any_sync(0xffffffffu, computed) : !computed) {
+                if constexpr (MASK == ZERO_OTHERS) leave_zeros();
+                continue;
+            }
+        }
         const auto holds = [=](int vec) {
             return FULL ? computed : thread + vec * THREADS_PER_ROW < held_packs;
         };
@@ -122,11 +136,6 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
             normalise(y, values, weight[vec], bias[vec]);
             store_pack<ALIGNED>(at.y + offset_of(vec), y);
         }
-        if constexpr (MASK == ZERO_OTHERS) {
-            if (!computed && row < arguments.rows) {
-                zero_row<ALIGNED, VEC_SIZE>(at, packs - thread, THREADS_PER_ROW);
-                if (thread == 0) store_statistics<NORM>(arguments, row, A(0), A(0));
-            }
-        }
+        if constexpr (MASK == ZERO_OTHERS) leave_zeros();
     }
 }

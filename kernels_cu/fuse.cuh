@@ -117,6 +117,59 @@ __device__ __forceinline__ bool row_is_computed(const Arguments& arguments, long
     return valid && chosen;
 }
 
+// Which rows of a block that walks over many are computed. It looks up several at once: a row that
+// is not computed costs no trip to memory of its own.
+template <Mask MASK>
+struct RowsAhead {
+    static constexpr int COUNT = 4;
+    unsigned computed = 0;  // a bit a row, the next one first
+    int known = 0;
+
+    // Whether `row` is; the thread's next rows are `step` apart.
+    template <typename Arguments>
+    __device__ __forceinline__ bool next(const Arguments& arguments, long long row,
+                                         long long step) {
+        if constexpr (MASK == ALL_ROWS) return row < arguments.rows;
+        if (known == 0) look_up(arguments, row, step);
+        const bool found = computed & 1u;
+        computed >>= 1;
+        --known;
+        return found;
+    }
+
+    template <typename Arguments>
+    __device__ __forceinline__ void look_up(const Arguments& arguments, long long row,
+                                            long long step) {
+        long long place[COUNT];
+        bool chosen[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const long long ahead = row + i * step;
+            place[i] = ahead < arguments.rows ? ahead : 0;  // row 0 exists
+            chosen[i] = ahead < arguments.rows;
+        }
+        if (arguments.mask_rows.count != 1) {
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) place[i] = quotient(place[i], arguments.mask_rows);
+        }
+        if (arguments.where != nullptr) {
+            bool where[COUNT];
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) where[i] = arguments.where[place[i]];
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) chosen[i] &= where[i];
+        }
+        const long long valid =
+            arguments.valid_rows == nullptr ? arguments.rows : *arguments.valid_rows;
+        computed = 0;
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            computed |= (chosen[i] && place[i] < valid ? 1u : 0u) << i;
+        }
+        known = COUNT;
+    }
+};
+
 template <Norm NORM, typename Arguments, typename A>
 __device__ __forceinline__ void store_statistics(const Arguments& arguments, long long row, A mean,
                                                  A rstd) {

@@ -391,7 +391,7 @@ class ForwardRow(Row):
         plan, staged_itemsize = self.plan(arch), self.kind.staged_itemsize
         if self.forced is not None:
             return self.forced.launch(plan, self.rows)
-        return choose_launch(plan, self.rows, staged_itemsize, sm_count)
+        return choose_launch(plan, self.rows, staged_itemsize, sm_count, self.mask is not None)
 
     def specialisation(self, arch: int, sm_count: int = SM_COUNT) -> Specialisation:
         """The instantiation that the library has to take on `arch`."""
