@@ -5,7 +5,8 @@
 
 A figure is the median over rounds of the microseconds from the begin of one call to that of the
 next, with the GPU far from busy. All candidates take turns within one run, forwards and backwards.
-Needs a GPU and torch; peers that cannot be imported take no part. "launch" is the driver's launch
+Needs a GPU and torch; peers that cannot be imported take no part, nor an extension for torch
+(half a minute to build) where nothing can build it. "launch" is the driver's launch
 of a kernel that does nothing, with arguments packed beforehand; "RawKernel" is CuPy's call of it
 with six arguments. At the end: which bars hold.
 """
@@ -18,6 +19,7 @@ import math
 import statistics
 import struct
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -40,6 +42,36 @@ RESULTS = Path(__file__).parent / "results" / "host.json"
 NOTHING = r"""
 extern "C" __global__ void nothing(void* y, const void* x, const void* weight, long long rows,
                                    long long hidden_size, float eps) {}
+"""
+# What an extension compiled for torch does around such a kernel: the arguments, the checks that it
+# cannot do without, the current stream, the launch.
+EXTENSION = r"""
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda.h>
+
+void launch_into(int64_t function, const at::Tensor& x, const at::Tensor& weight, double eps,
+                 const at::Tensor& y) {
+    TORCH_CHECK(x.is_cuda() && weight.is_cuda() && y.is_cuda(), "tensors must be on a GPU");
+    TORCH_CHECK(x.is_contiguous() && weight.is_contiguous() && y.is_contiguous(), "contiguous");
+    TORCH_CHECK(y.sizes() == x.sizes() && weight.numel() == x.size(-1), "shapes");
+    TORCH_CHECK(y.scalar_type() == x.scalar_type() && weight.scalar_type() == x.scalar_type());
+    const c10::cuda::CUDAGuard guard(x.device());
+    void* pointers[] = {y.data_ptr(), x.data_ptr(), weight.data_ptr()};
+    long long hidden_size = x.size(-1), rows = x.numel() / hidden_size;
+    float epsilon = static_cast<float>(eps);
+    void* arguments[] = {&pointers[0], &pointers[1], &pointers[2], &rows, &hidden_size, &epsilon};
+    const CUresult status = cuLaunchKernel(
+        reinterpret_cast<CUfunction>(function), static_cast<unsigned>(rows), 1, 1, 256, 1, 1, 0,
+        c10::cuda::getCurrentCUDAStream(), arguments, nullptr);
+    TORCH_CHECK(status == CUDA_SUCCESS, "cuLaunchKernel failed");
+}
+
+at::Tensor launch(int64_t function, const at::Tensor& x, const at::Tensor& weight, double eps) {
+    at::Tensor y = at::empty_like(x);
+    launch_into(function, x, weight, eps, y);
+    return y;
+}
 """
 Call = Callable[[], object]
 
@@ -199,7 +231,33 @@ def quack() -> Iterator[tuple[Case, Call]]:
     yield case, lambda: rmsnorm_fwd(x, wide, eps=EPS)
 
 
-GROUPS = (launches, ours_on_cupy, ours_on_torch, torch_itself, compiled, liger, quack)
+def extension() -> Iterator[tuple[Case, Call]]:
+    """An extension compiled for torch, around the kernel that does nothing."""
+    from torch.utils import cpp_extension
+
+    with tempfile.TemporaryDirectory() as folder:
+        built = cpp_extension.load_inline(
+            "host_extension",
+            [EXTENSION],
+            functions=["launch", "launch_into"],
+            extra_ldflags=["-l:libcuda.so.1"],
+            extra_cflags=["-O2"],
+            build_directory=folder,
+            with_cuda=True,
+        )
+    kernel = cupy.RawKernel(NOTHING, "nothing")
+    function = kernel.kernel.ptr
+    x, y, weight = torch_tensors()
+
+    def call_into(keep: object = kernel) -> None:
+        built.launch_into(function, x, weight, EPS, y)
+
+    yield Case("rms_norm", "extension", "torch out="), call_into
+    allocating = Case("rms_norm", "extension", "torch allocating")
+    yield allocating, lambda: built.launch(function, x, weight, EPS)
+
+
+GROUPS = (launches, ours_on_cupy, ours_on_torch, torch_itself, compiled, liger, quack, extension)
 
 
 def candidates() -> tuple[dict[Case, Call], dict[str, str]]:

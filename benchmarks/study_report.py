@@ -58,6 +58,8 @@ class Results:
         self.training: list[Row] = _read("train.json").get("rows", [])
         self.counters: list[Row] = _read("counters.json").get("rows", [])
         self.compare: list[Row] = _read("compare.json").get("rows", [])
+        self.triton: list[Row] = _read("study_triton.json").get("rows", [])
+        self.host: list[Row] = _read("host.json").get("rows", [])
         self.instructions: list[Row] = _read("instructions.json").get("rows", [])
 
     def us(self, **wanted: Any) -> float | None:
@@ -184,23 +186,18 @@ def block_originals(results: Results) -> str:
 
 
 def block_triton(results: Results) -> str:
-    """Triton's, through Liger and torch.compile, on the study's shapes."""
-    names = ("copy", "ours", "liger", "compile", "torch")
-    lines = []
-    for op in ("rms_norm", "layer_norm"):
-        for case in _plain_cases():
-            rows, hidden_size = map(int, case.split("x"))
-            for dtype in ("float16", "float32", "bfloat16"):
-                wanted = {"op": op, "rows": rows, "hidden_size": hidden_size, "dtype": dtype}
-                found = {
-                    row["impl"]: row
-                    for row in results.compare
-                    if _matches(row, wanted) and not row.get("case")
-                }
-                if "liger" in found or "compile" in found:
-                    cells = [f"{found[n]['us']:.2f}" if n in found else "" for n in names]
-                    lines.append([op, case, dtype, *cells])
-    head = ("op", "case", "dtype", "copy, us", "ours", "Liger", "torch.compile", "torch")
+    """Two Triton kernels on the study's shapes, in one race with this library and torch."""
+    names = ("copy", "ours", "triton row", "triton tiled", "torch")
+    races: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in results.triton:
+        place = (row["op"], row["rows"], row["hidden_size"], row["dtype"])
+        races.setdefault(place, {})[row["impl"]] = row
+    lines = [
+        [op, f"{rows}x{hidden_size}", dtype]
+        + [f"{found[n]['us']:.2f} ({found[n]['ratio']:.2f})" if n in found else "" for n in names]
+        for (op, rows, hidden_size, dtype), found in races.items()
+    ]
+    head = ("op", "case", "dtype", "copy, us", "ours", "Triton, whole row", "tiled", "torch")
     return _table(head, lines)
 
 
