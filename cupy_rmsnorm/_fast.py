@@ -46,11 +46,12 @@ LIMIT = 512
 OPTIONS_LIMIT = 64
 LAUNCHES_LIMIT = 4096
 ALIGNMENT = 16  # bytes: where every array begins
+KIND = 11  # how much of a key says what the arrays are; the rest, where
 
 # What differs from call to call in the packed arguments of a forward kernel. In a buffer the
 # driver's list of one parameter comes before them.
 _ADDRESSES = ("y", "residual_out", "mean", "rstd", "x", "residual", "weight", "bias")
-_POINTER = struct.Struct("@Q")
+ADDRESS = struct.Struct("@Q")
 
 Done = tuple[Any, Any, Any, Any]  # y, residual_out, mean and rstd
 # A launch with all its arguments, and the buffer where those of the kernel lie. The driver copies
@@ -134,7 +135,7 @@ class Entry:
         self._library = library
         self._device = call.x.device.index
         self.y_dtype = library.dtype(call.y.dtype)
-        self._y_like = library.like(call.y.dtype, call.x.dtype)
+        self.y_like = library.like(call.y.dtype, call.x.dtype)
         residual = call.residual or call.x
         self._residual_like = library.like(residual.dtype, call.x.dtype)
         self._row_shape = call.row_shape
@@ -153,24 +154,22 @@ class Entry:
     def run(
         self,
         launches: Launches,
-        kind: Hashable,
-        stream: int,
-        at: tuple[int, ...],
+        key: tuple[Any, ...],
         arrays: tuple[Any, ...],
         bound: Bound | None,
     ) -> Done | None:
         """Launch it, or return None before anything happened.
 
-        `arrays` are x, residual, weight, bias, out and residual_out, contiguous and of the shapes
-        and dtypes that `kind` says; `at` has their addresses.
+        `arrays` are x, residual, weight, bias, out and residual_out; `key` is what a road made of
+        them: their kind, the stream, and their addresses in this order.
         """
-        x_at, residual_at, weight_at, bias_at, y_at, residual_out_at = at
+        stream, x_at, residual_at, weight_at, bias_at, y_at, residual_out_at = key[KIND:]
         x, residual, _, _, out, residual_out = arrays
         library = self._library
         y, sums, mean, rstd = out, residual_out, None, None
         mean_at = rstd_at = 0
         if out is None:
-            y = self._y_like(x)
+            y = self.y_like(x)
             y_at = library.new_at(y)
         if residual is not None and residual_out is None:
             sums = self._residual_like(x)
@@ -181,14 +180,13 @@ class Entry:
             if self._mean_dtype is not None:
                 mean = library.empty(x, self._row_shape, self._mean_dtype)
                 mean_at = library.new_at(mean)
-        key: Hashable
         if bound is not None:
-            launches, key = bound
-        elif rstd is None:
-            key = (kind, stream, x_at, residual_at, weight_at, bias_at, y_at, residual_out_at)
+            launches, place = bound
         else:
-            key = (kind, stream, *at, y_at, residual_out_at, mean_at, rstd_at)
-        found = launches.get(key)
+            place = (*key[: KIND + 5], y_at, residual_out_at)
+            if rstd is not None:
+                place = (*place, mean_at, rstd_at)
+        found = launches.get(place)
         if found is None:
             looks = (*4 * [library.input], *2 * [library.output])
             for array, look in zip(arrays, looks, strict=True):
@@ -207,7 +205,7 @@ class Entry:
                 if len(launches) >= LAUNCHES_LIMIT:
                     launches.clear()
                 if self.epoch == epoch:
-                    launches[key] = found
+                    launches[place] = found
         try:
             found[0]()
         except RuntimeError:  # as in a thread without a context: the general road tells why
@@ -222,7 +220,7 @@ class Entry:
         """The launch with these addresses, in the order of _ADDRESSES."""
         buffer, address = self.new_buffer()
         for place, value in zip(self._places, at, strict=True):
-            _POINTER.pack_into(buffer, place, value)
+            ADDRESS.pack_into(buffer, place, value)
         return functools.partial(self._launch, stream, address, 0), buffer
 
     def separate(
@@ -258,7 +256,7 @@ class Entry:
         """The driver's list of one parameter, then that parameter: the struct of all arguments."""
         buffer = ctypes.create_string_buffer(8 + len(self._packed))
         address = ctypes.addressof(buffer)
-        _POINTER.pack_into(buffer, 0, address + 8)
+        ADDRESS.pack_into(buffer, 0, address + 8)
         ctypes.memmove(address + 8, self._packed, len(self._packed))
         return buffer, address
 
@@ -442,7 +440,7 @@ def _torch_library(torch: Any) -> Library:
             return None
         if not contiguous or (tracked and grad_enabled()) or forward_ad._current_level >= 0:
             return None
-        kind = (
+        key = (
             current_device(),
             device,
             x.dtype,
@@ -454,10 +452,15 @@ def _torch_library(torch: Any) -> Library:
             residual_dtype,
             y_dtype,
             residual_out_dtype,
+            raw_stream(device),
+            x_at,
+            residual_at,
+            weight_at,
+            bias_at,
+            y_at,
+            residual_out_at,
         )
-        stream = raw_stream(device)
         if out is not None and bound is None:
-            key = (kind, stream, x_at, residual_at, weight_at, bias_at, y_at, residual_out_at)
             found = kept.launches.get(key)
             if found is not None:
                 try:
@@ -466,52 +469,71 @@ def _torch_library(torch: Any) -> Library:
                     return None
                 increment_version((out,) if residual_out is None else (out, residual_out))
                 return out, residual_out, None, None
+        kind = key[:KIND]
         if learnt is not None:
             keep(kept, kind, learnt)
             return None
         entry = kept.get(kind)
         if entry is None:
             return None
-        at = (x_at, residual_at, weight_at, bias_at, y_at, residual_out_at)
         arrays = (x, residual, weight, bias, out, residual_out)
-        return entry.run(kept.launches, kind, stream, at, arrays, bound)
+        return entry.run(kept.launches, key, arrays, bound)
+
+    def long_way(kept: Kept, weight: Any, x: Any, out: Any, bound: Bound | None = None) -> Any:
+        done = road(kept, x, None, weight, None, out, None, None, bound)
+        return None if done is None else done[0]
 
     def plain(kept: Kept, weight: Any, x: Any, out: Any) -> Any:
-        bound = None
-        cls = type(weight)
-        if type(out) is tensor and (cls is parameter or cls is tensor):
+        cls, y, entry = type(weight), out, None
+        if (cls is not parameter and cls is not tensor) or forward_ad._current_level >= 0:
+            return long_way(kept, weight, x, out)
+        try:
+            device = x.get_device()
+            shape = x.shape
+            current = current_device()
+            contiguous = x.is_contiguous() and weight.is_contiguous()
+            if (x.requires_grad or weight.requires_grad) and grad_enabled():
+                return None
+            if out is None:
+                nothing = (None, None, None, None, None)
+                kind = (current, device, x.dtype, shape, weight.dtype, weight.shape, *nothing)
+                entry = kept.get(kind)
+                if entry is None or not contiguous:
+                    return long_way(kept, weight, x, out)
+                y = entry.y_like(x)
+            if type(y) is not tensor or y.requires_grad or y.shape != shape:
+                return long_way(kept, weight, x, out)
+            key = (
+                current,
+                raw_stream(device),
+                x.data_ptr(),
+                y.data_ptr(),
+                weight.data_ptr(),
+                x.dtype,
+                y.dtype,
+                weight.dtype,
+                shape,
+                weight.shape,
+                contiguous and y.is_contiguous(),
+            )
+        except RuntimeError:  # no memory of its own, as within vmap
+            return None
+        found = kept.launches.get(key)
+        if found is not None:
             try:
-                device = x.get_device()
-                shape = x.shape
-                key = (
-                    current_device(),
-                    raw_stream(device),
-                    x.data_ptr(),
-                    out.data_ptr(),
-                    weight.data_ptr(),
-                    x.dtype,
-                    out.dtype,
-                    weight.dtype,
-                    shape,
-                    weight.shape,
-                    x.is_contiguous() and out.is_contiguous() and weight.is_contiguous(),
-                )
-                tracked = x.requires_grad or weight.requires_grad
-                fits = out.shape == shape and not out.requires_grad
-            except RuntimeError:  # no memory of its own, as within vmap
+                found[0]()
+            except RuntimeError:
                 return None
-            if not fits or forward_ad._current_level >= 0 or (tracked and grad_enabled()):
-                return None
-            found = kept.launches.get(key)
-            if found is not None:
-                try:
-                    found[0]()
-                except RuntimeError:
-                    return None
+            if out is not None:
                 increment_version((out,))
-                return out
-            bound = (kept.launches, key)
-        done = road(kept, x, None, weight, None, out, None, None, bound)
+            return y
+        bound = (kept.launches, key)
+        if out is not None:
+            return long_way(kept, weight, x, out, bound)
+        assert entry is not None
+        _, stream, x_at, y_at, weight_at, *_ = key
+        place = (*kind, stream, x_at, 0, weight_at, 0, y_at, 0)
+        done = entry.run(kept.launches, place, (x, None, weight, None, y, None), bound)
         return None if done is None else done[0]
 
     def bind(kept: Kept, weight: Any) -> Short:
@@ -636,7 +658,7 @@ def _cupy_library(cupy: Any) -> Library:
             residual_out_dtype = residual_out.dtype
             if residual_out.shape != shape:
                 return None
-        kind = (
+        key = (
             current_device(),
             device,
             x.dtype,
@@ -648,10 +670,15 @@ def _cupy_library(cupy: Any) -> Library:
             residual_dtype,
             y_dtype,
             residual_out_dtype,
+            current_stream(device).ptr,
+            x_at,
+            residual_at,
+            weight_at,
+            bias_at,
+            y_at,
+            residual_out_at,
         )
-        stream = current_stream(device).ptr
         if out is not None and bound is None:
-            key = (kind, stream, x_at, residual_at, weight_at, bias_at, y_at, residual_out_at)
             found = kept.launches.get(key)
             if found is not None:
                 try:
@@ -659,15 +686,15 @@ def _cupy_library(cupy: Any) -> Library:
                 except RuntimeError:
                     return None
                 return out, residual_out, None, None
+        kind = key[:KIND]
         if learnt is not None:
             keep(kept, kind, learnt)
             return None
         entry = kept.get(kind)
         if entry is None:
             return None
-        at = (x_at, residual_at, weight_at, bias_at, y_at, residual_out_at)
         arrays = (x, residual, weight, bias, out, residual_out)
-        return entry.run(kept.launches, kind, stream, at, arrays, bound)
+        return entry.run(kept.launches, key, arrays, bound)
 
     def plain(kept: Kept, weight: Any, x: Any, out: Any) -> Any:
         bound = None

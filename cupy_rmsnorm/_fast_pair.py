@@ -7,17 +7,19 @@ given output is apart from them if it lies where it did in the call that the gen
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 from . import _device, _fast, _kernel
 from ._call import Array, Forward
 from ._dtypes import TABLE
-from ._fast import ALIGNMENT, Entry, Kept, Library
+from ._fast import ADDRESS, ALIGNMENT, LIMIT, Entry, Kept, Launch, Launches, Library
 
 if TYPE_CHECKING:
     from ._kernel import Launched
 
-_ADDRESSES = tuple(f"{half}.{name}" for half in "qk" for name in ("x", "y", "weight"))
+_ADDRESSES = ("q.x", "k.x", "q.weight", "k.weight", "q.y", "k.y")
 
 
 def _distances(q: int, k: int, q_out: int, k_out: int) -> tuple[int, int, int]:
@@ -45,19 +47,25 @@ class PairEntry(Entry):
         outputs: tuple[int, int],
     ) -> None:
         super().__init__(library, q, launched, epoch)
+        self.launches: Launches = {}  # by stream and addresses
         accumulation = TABLE[q.x.dtype].accumulation or ""
-        # Where the addresses lie in a buffer, in words: the first one is the list of parameters.
-        self.words = tuple(
-            1 + _kernel.offset("norm_forward_pair", accumulation, name) // 8 for name in _ADDRESSES
+        self._places = tuple(  # in a buffer, where the list of parameters comes first
+            8 + _kernel.offset("norm_forward_pair", accumulation, name) for name in _ADDRESSES
         )
         self._before = _distances(q.x.pointer, k.x.pointer, *outputs)
         self._q, self._k, self._q_out, self._k_out = map(_reach, (q.x, k.x, q.y, k.y))
         self._q_weight, self._k_weight = _reach(q.weight), _reach(k.weight)
 
-    def new_buffer(self) -> tuple[Any, int]:
-        """As words."""
-        buffer, address = super().new_buffer()
-        return memoryview(buffer).cast("B").cast("Q"), address
+    def bind(self, stream: int, at: tuple[int, ...]) -> Launch:
+        """The launch with these addresses, in the order of _ADDRESSES; it is kept."""
+        buffer, address = self.new_buffer()
+        for place, value in zip(self._places, at, strict=True):
+            ADDRESS.pack_into(buffer, place, value)
+        found = functools.partial(self._launch, stream, address, 0), buffer
+        if len(self.launches) >= LIMIT:
+            self.launches.clear()
+        self.launches[stream, at] = found
+        return found
 
     def apart(self, q: int, k: int, q_weight: int, k_weight: int, q_out: int, k_out: int) -> bool:
         """Whether the given outputs overlap nothing that they may not."""
@@ -105,11 +113,34 @@ def forward(
         return None
     device = _device.ready()
     strides, look, look_at_output = library.strides, library.strided_input, library.strided_output
-    q_at, k_at = look(q, device), look(k, device)
+    q_kind, k_kind = (q.dtype, q.shape, strides(q)), (k.dtype, k.shape, strides(k))
+    q_weight_at = k_weight_at = q_out_at = k_out_at = 0
+    q_weight_kind: Hashable = None
+    k_weight_kind: Hashable = None
+    q_out_kind: Hashable = None
+    k_out_kind: Hashable = None
+    if q_out is q:
+        q_at = q_out_at = look_at_output(q, device)
+        q_out_kind = True
+    else:
+        q_at = look(q, device)
+        if q_out is not None:
+            q_out_at = look_at_output(q_out, device)
+            q_out_kind = (q_out.dtype, q_out.shape, strides(q_out))
+            if not q_out_at:
+                return None
+    if k_out is k:
+        k_at = k_out_at = look_at_output(k, device)
+        k_out_kind = True
+    else:
+        k_at = look(k, device)
+        if k_out is not None:
+            k_out_at = look_at_output(k_out, device)
+            k_out_kind = (k_out.dtype, k_out.shape, strides(k_out))
+            if not k_out_at:
+                return None
     if not q_at or not k_at:
         return None
-    q_weight_at = k_weight_at = q_out_at = k_out_at = 0
-    q_weight_kind = k_weight_kind = q_out_kind = k_out_kind = None
     if q_weight is not None:
         q_weight_at = library.input(q_weight, device)
         if not q_weight_at:
@@ -120,73 +151,34 @@ def forward(
         if not k_weight_at:
             return None
         k_weight_kind = k_weight.dtype, k_weight.shape
-    if q_out is not None:
-        q_out_at = look_at_output(q_out, device)
-        if not q_out_at or q_out.shape != q.shape:
-            return None
-        q_out_kind = q_out.dtype, strides(q_out)
-    if k_out is not None:
-        k_out_at = look_at_output(k_out, device)
-        if not k_out_at or k_out.shape != k.shape:
-            return None
-        k_out_kind = k_out.dtype, strides(k_out)
     if (q_at | k_at | q_weight_at | k_weight_at | q_out_at | k_out_at) % ALIGNMENT:
         return None
-    key = (
-        device,
-        q.dtype,
-        q.shape,
-        strides(q),
-        k.dtype,
-        k.shape,
-        strides(k),
-        q_weight_kind,
-        k_weight_kind,
-        q_out_kind,
-        k_out_kind,
-    )
+    kind = (device, q_kind, k_kind, q_weight_kind, k_weight_kind, q_out_kind, k_out_kind)
     if learnt is not None:
-        _fast.keep(entries, key, learnt)
+        _fast.keep(entries, kind, learnt)
         return None
-    entry = entries.get(key)
+    entry = entries.get(kind)
     if entry is None:
         return None
     assert isinstance(entry, PairEntry)
-    if (q_out_at or k_out_at) and not entry.apart(
-        q_at, k_at, q_weight_at, k_weight_at, q_out_at, k_out_at
-    ):
-        return None
     q_made, k_made = q_out, k_out
+    q_made_at, k_made_at = q_out_at, k_out_at
     if q_out is None:
         q_made = library.empty(q, q.shape, entry.y_dtype)
-        q_out_at = library.output(q_made, device)
+        q_made_at = library.output(q_made, device)
     if k_out is None:
         k_made = library.empty(k, k.shape, entry.y_dtype)
-        k_out_at = library.output(k_made, device)
-    if not q_out_at or not k_out_at or (q_out_at | k_out_at) % ALIGNMENT:
+        k_made_at = library.output(k_made, device)
+    if not q_made_at or not k_made_at or (q_made_at | k_made_at) % ALIGNMENT:
         return None
-    try:
-        held = entry.buffers.pop()
-    except IndexError:
-        held = entry.new_buffer()
-    buffer, address = held
-    q_word, q_out_word, q_weight_word, k_word, k_out_word, k_weight_word = entry.words
-    buffer[q_word], buffer[q_out_word], buffer[q_weight_word] = q_at, q_out_at, q_weight_at
-    buffer[k_word], buffer[k_out_word], buffer[k_weight_word] = k_at, k_out_at, k_weight_at
-    entry.launch(
-        entry.handle,
-        entry.grid,
-        1,
-        1,
-        entry.block,
-        1,
-        1,
-        entry.shared_bytes,
-        library.stream(device),
-        address,
-        0,
-    )
-    entry.buffers.append(held)
+    at = (q_at, k_at, q_weight_at, k_weight_at, q_made_at, k_made_at)
+    stream = library.stream(device)
+    found = entry.launches.get((stream, at))
+    if found is None:
+        if not entry.apart(q_at, k_at, q_weight_at, k_weight_at, q_out_at, k_out_at):
+            return None
+        found = entry.bind(stream, at)
+    found[0]()
     if library.written is not None:
         if q_out is not None:
             library.written(q_out)
