@@ -151,7 +151,7 @@ def compare_with(kept: Any, row: Any, backend: Backend, tallies: dict[str, Tally
 def compare_share(file: Path, first: int, every: int) -> tuple[list[str], dict[str, Tally]]:
     """The calls of each `every`-th kept row: what is wrong, and how the outputs agree."""
     found = _kernel.device_properties(0)
-    if found != PROPERTIES:
+    if (found.arch, found.sm_count) != (PROPERTIES.arch, PROPERTIES.sm_count):
         return [f"the kept results are those of {PROPERTIES}, this is {found}"], {}
     kept = np.load(file)
     rows = {row.name: row for row in TABLE}
