@@ -147,7 +147,7 @@ def _option_bars(races: dict[Shape, dict[str, Result]]) -> Iterator[Bar]:
             continue
         plain = cases["plain"]["us"]
         for case, row in cases.items():
-            if case not in ("copy", "plain"):
+            if case not in ("copy", "plain", "groups"):  # groups are rows of another length
                 yield Bar(f"{shape} {case}", "of the plain time", row["us"] / plain, OPTION, True)
         half = races.get(shape._replace(dtype="float16"), {}).get("plain")
         if half is not None:

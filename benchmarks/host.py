@@ -110,6 +110,14 @@ BARS = (
     Bar(Case("rms_norm", "ours", "cupy allocating"), 1.0, RAW),
     Bar(Case("add_rms_norm", "ours", "torch out="), 1.0, OUT, more=1.0),
     Bar(Case("add_rms_norm", "ours", "cupy out="), 1.0, CUPY_OUT, more=1.0),
+    *(
+        Bar(
+            Case("qk_norm", "ours", f"{library} in place"),
+            1.0,
+            Case("qk_norm", "ours", f"{library} in place, two calls"),
+        )
+        for library in ("torch", "cupy")
+    ),
 )
 
 
@@ -190,6 +198,26 @@ def ours_on_torch() -> Iterator[tuple[Case, Call]]:
         yield Case(op, "ours", case), call
 
 
+def qk_pairs() -> Iterator[tuple[Case, Call]]:
+    """q and k in place in a packed buffer: by qk_norm, and by two calls."""
+    for library in ("torch", "cupy"):
+        qkv = torch.randn(ROWS, 48, 128, device="cuda").to(getattr(torch, DTYPE))
+        weight = torch.ones(128, device="cuda", dtype=qkv.dtype)
+        if library == "cupy":
+            qkv, weight = cupy.from_dlpack(qkv), cupy.from_dlpack(weight)
+        q, k = qkv[:, :32], qkv[:, 32:40]
+
+        def one(q: Any = q, k: Any = k, weight: Any = weight) -> None:
+            cr.qk_norm(q, k, weight, weight, eps=EPS, q_out=q, k_out=k)
+
+        def two(q: Any = q, k: Any = k, weight: Any = weight) -> None:
+            cr.rms_norm(q, weight, eps=EPS, out=q)
+            cr.rms_norm(k, weight, eps=EPS, out=k)
+
+        yield Case("qk_norm", "ours", f"{library} in place"), one
+        yield Case("qk_norm", "ours", f"{library} in place, two calls"), two
+
+
 def torch_itself() -> Iterator[tuple[Case, Call]]:
     """torch's own functions."""
     x, _, weight = torch_tensors()
@@ -257,7 +285,8 @@ def extension() -> Iterator[tuple[Case, Call]]:
     yield allocating, lambda: built.launch(function, x, weight, EPS)
 
 
-GROUPS = (launches, ours_on_cupy, ours_on_torch, torch_itself, compiled, liger, quack, extension)
+OURS = (launches, ours_on_cupy, ours_on_torch, qk_pairs, torch_itself)
+GROUPS = (*OURS, compiled, liger, quack, extension)
 
 
 def candidates() -> tuple[dict[Case, Call], dict[str, str]]:
@@ -271,7 +300,7 @@ def candidates() -> tuple[dict[Case, Call], dict[str, str]]:
             torch.cuda.synchronize()
             found |= made
         except Exception as error:
-            if group in (launches, ours_on_cupy, ours_on_torch, torch_itself):
+            if group in OURS:
                 raise
             missing[group.__name__] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             print(f"{group.__name__} takes no part: {missing[group.__name__]}", flush=True)
