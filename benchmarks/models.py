@@ -458,6 +458,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if spent > options.budget:
             content["not_begun"].append(case)
             print(f"budget spent: {case} not begun", flush=True)
+            _write(options.json, content)
             continue
         print(f"[{spent:.0f} s] {case}", flush=True)
         try:
@@ -476,12 +477,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             model.zero_grad(set_to_none=True)
         if device == "cuda":
             torch.cuda.empty_cache()
-        if options.json is not None:
-            partial = options.json.with_suffix(".partial")
-            partial.write_text(race.dumps(content))
-            os.replace(partial, options.json)
+        _write(options.json, content)
     print(f"{time.perf_counter() - begin:.0f} s")
     return 0
+
+
+def _write(path: Path | None, content: dict[str, Any]) -> None:
+    if path is not None:
+        partial = path.with_suffix(".partial")
+        partial.write_text(race.dumps(content))
+        os.replace(partial, path)
 
 
 def _meta(options: argparse.Namespace, device: str) -> dict[str, Any]:
