@@ -28,12 +28,18 @@ CLUSTER_EIGHTHS = 7
 BLOCK_THREADS = 512
 WARP_ROWS_BLOCK_THREADS = 256
 BLOCK_ROW_BYTES = 48 * 1024
+# And until every SM has so many groups of rows to take in turn.
+GROUPS_PER_SM = 4
 FEW_BLOCK_THREADS = 256
-CLUSTER_BLOCK_THREADS = 256
+# A row of 16 bits takes all of HELD_WORDS up to so many threads, then half of them up to the next,
+# then twice as many; in clusters the first number holds too.
+NARROW_ROW_THREADS = 256
+NARROW_BLOCK_THREADS = 896
 # Two blocks an SM where rows lie within a warp.
 MAX_BLOCKS_PER_SM = 2  # bounds the workspace: parts of dweight are 2 * SMs at most
 MAX_STAGES = 4
-# Two stages, or as many as these bytes of an SM hold: with more on its way memory slows down.
+# Two stages, three in a cluster, or as many as these bytes of an SM hold: with more on its way
+# memory slows down.
 RING_BYTES = 64 * 1024
 WARP_ROWS_RING_BYTES = 32 * 1024
 # Shared memory for the reduction's slots, beyond `_plan`'s reserve.
@@ -51,7 +57,7 @@ PARTIAL_BLOCK_PACKS = 8192  # of a partial row that one block takes
 COLUMN_THREADS = 128
 SUM_COLUMNS = 32  # elements that one block of the sum takes at once
 # (parts up to, threads that share one element): the first line that fits decides.
-SUM_SLICES = ((64, 8), (2**63, 16))
+SUM_SLICES = ((64, 8), (192, 16), (2**63, 32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +99,14 @@ def choose_backward_plan(
         threads = 1 << (threads - 1).bit_length()
         return Plan("norm_backward", vec_size, -(-packs // threads), threads)
     most = held if words > 1 else 2 * held
+    narrow = (
+        (1, held, NARROW_ROW_THREADS),
+        (1, max(1, held // 2), NARROW_BLOCK_THREADS),
+        (1, most, NARROW_ROW_THREADS),
+    )
     for cluster_size, vecs, most_threads in (
-        (1, held, MAX_THREADS),
-        *((size, most, CLUSTER_BLOCK_THREADS) for size in CLUSTER_SIZES[1:]),
+        *(narrow if itemsize == 2 else ((1, held, MAX_THREADS),)),
+        *((size, most, NARROW_ROW_THREADS) for size in CLUSTER_SIZES[1:]),
         (1, most, MAX_THREADS),
         (CLUSTER_SIZES[-1], most, MAX_THREADS),
     ):
@@ -136,7 +147,7 @@ def choose_backward_launch(
     room = row_bytes + MBARRIER_BYTES
     while rows_per_block * threads > WARP and rows_per_block > 1:
         blocks = -(-positions // rows_per_block) * heads
-        if blocks >= sm_count and rows_per_block * room <= BLOCK_ROW_BYTES:
+        if blocks >= GROUPS_PER_SM * sm_count and rows_per_block * room <= BLOCK_ROW_BYTES:
             break
         rows_per_block //= 2  # too few blocks for the SMs, or too long rows
     block = threads * rows_per_block
@@ -149,7 +160,10 @@ def choose_backward_launch(
     most = MAX_STAGES if arch >= 80 else 1
     fitting = ring_limit(arch) // blocks_per_sm // (rows_per_block * room)
     ring_bytes = WARP_ROWS_RING_BYTES if threads <= WARP else RING_BYTES
-    enough = max(2, ring_bytes // blocks_per_sm // (rows_per_block * row_bytes))
+    enough = max(
+        3 if plan.cluster_size > 1 else 2,
+        ring_bytes // blocks_per_sm // (rows_per_block * row_bytes),
+    )
     stages = max(1, min(most, fitting, enough))
     grid = parts * heads * plan.cluster_size
     assert grid <= MAX_GRID
