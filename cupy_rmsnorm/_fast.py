@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short road of a forward call like one before it: look it up, pack addresses, launch.
+"""The short road of a forward call like one before it: look the launch up, and launch.
 
 A call qualifies if
 
@@ -14,7 +14,9 @@ A call qualifies if
 
 Any other call, and the first of its kind, takes the general road, which checks, plans and compiles.
 What that launched is kept here, under everything that chose it. A later call differs in addresses
-and stream alone, so both roads run the same kernel with the same arguments.
+and stream alone, so both roads run the same kernel with the same arguments. What it launches is
+kept as well, under these: an array where such a launch had one is aligned, on its device, and apart
+from the others, and is not asked about that again.
 """
 
 from __future__ import annotations
@@ -26,7 +28,6 @@ import operator
 import struct
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -115,21 +116,14 @@ class Entry:
 
     def __init__(self, library: Library, call: Forward, launched: Launched, epoch: int) -> None:
         self.epoch = epoch
-        self.function = launched.function  # keeps the function behind `handle` loaded
-        self.handle = launched.function.ptr
-        self.launch = launched.launch_kernel
-        self.grid = launched.grid
-        self.block = launched.block
-        self.shared_bytes = launched.shared_bytes
+        self._function = launched.function  # keeps the function behind its handle loaded
         self._packed = launched.packed
-        # A launch releases the GIL: each thread in one has a buffer of its own.
-        self.buffers: deque[tuple[Any, int]] = deque()
         self._launch = functools.partial(
-            self.launch,
-            self.handle,
-            *(self.grid, 1, 1),
-            *(self.block, 1, 1),
-            self.shared_bytes,
+            launched.launch_kernel,
+            launched.function.ptr,
+            *(launched.grid, 1, 1),
+            *(launched.block, 1, 1),
+            launched.shared_bytes,
         )
         self._places = _places(TABLE[call.x.dtype].accumulation or "")
         self._library = library
