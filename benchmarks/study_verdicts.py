@@ -187,8 +187,8 @@ def reduction(results: Results) -> str:
         names = ("f16x8_pack_f32", "f16x8_tree")
         few, many = (counted[name]["shared_wavefronts"] for name in names)
         count += (
-            f"Nsight Compute counts {100 * (1 - few / many):.0f} % fewer wavefronts of shared memory at 4096 "
-            "x 4096, where a warp's access is one. "
+            f"Nsight Compute counts {100 * (1 - few / many):.0f} % fewer wavefronts of shared "
+            "memory at 4096 x 4096, where a warp's access is one. "
         )
     if not found:
         return f"{count}What it is worth has not been measured yet."
