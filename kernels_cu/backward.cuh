@@ -111,7 +111,8 @@ __host__ __device__ constexpr bool is_held(int elements, int threads) {
     // Longer rows and larger blocks where it is certain: the weight comes to be held in the
     // accumulation type, and registers are given to four warps at a time.
     const int registers = elements * (accumulation * (is_array<DB> ? 3 : 2) + staged) / 4;
-    return registers + 40 <= 64 * 1024 / ((threads + 127) / 128 * 128) && registers <= 208;
+    const int needed = registers + 40 + elements / 8;
+    return needed <= 64 * 1024 / ((threads + 127) / 128 * 128) && registers <= 208;
 }
 
 // Blocks of an SM for __launch_bounds__; 0 leaves it to the compiler. It spills a few registers in
