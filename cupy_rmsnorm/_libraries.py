@@ -135,7 +135,11 @@ class _Torch(Library):
         shape = tuple(value.shape)
         if not pointer and math.prod(shape):  # functional tensors, zeros of autograd
             _refuse.unsupported_array(name, "a tensor with memory of its own", "one without")
-        if torch.autograd.forward_ad.unpack_dual(value).tangent is not None:
+        forward_ad = torch.autograd.forward_ad
+        # Without a level there is no tangent to ask for, which takes a microsecond.
+        if getattr(forward_ad, "_current_level", 0) >= 0 and (
+            forward_ad.unpack_dual(value).tangent is not None
+        ):
             _refuse.has_tangent(name)
         if where.type == "cpu":
             return _torch_host_array(name, value)
