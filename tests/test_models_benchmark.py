@@ -59,8 +59,8 @@ def test_it_runs_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(models, "FIRST_STEPS", 1)
     file = tmp_path / "models.json"
     arguments = ["--tiny", "--rounds", "2", "--json", str(file)]
-    models.main([*arguments, "--only", "decode step"])
-    models.main([*arguments, "--only", "training step", "--resume", str(file)])
+    models.main([*arguments, "--only", "decode"])
+    models.main([*arguments, "--only", "training", "--resume", str(file)])
     content = json.loads(file.read_text())
     found = {(row["case"], row["impl"]) for row in content["rows"]}
     for case in ("decode step", "training step"):

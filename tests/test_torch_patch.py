@@ -455,14 +455,16 @@ def test_torchs_modules(kind: str, options: Any, shape: Any, device: str, dtype:
         module(torch.ones(5, 7, device=device, dtype=dtype))
 
 
+# torch's own RMSNorm says on a GPU that it is slow with a float32 weight.
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
 def test_autocast_gives_torchs_dtype(kind: str, device: str) -> None:
     module = getattr(torch.nn, kind)(12).to(device)
     inputs = [torch.randn(5, 12, device=device, dtype=d) for d in (torch.float32, torch.bfloat16)]
     with torch.autocast(device, torch.bfloat16), torch.no_grad():
-        expected = [module(x) for x in inputs if device == "cuda" or kind == "LayerNorm"]
+        expected = [module(x) for x in inputs]
         patch(module)
-        got = [module(x) for x in inputs][: len(expected)]
+        got = [module(x) for x in inputs]
     assert [y.dtype for y in got] == [y.dtype for y in expected]
 
 
