@@ -70,7 +70,8 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
     const auto row_of = [=](long long position) { return position * heads + head; };
     const auto is_computed = [&](long long position) {
         if (MASK == ALL_ROWS) return position < positions;
-        return position < positions && row_is_computed<MASK>(arguments, row_of(position));
+        return position < positions &&
+               row_is_computed<MASK, SPLIT_ROWS>(arguments, row_of(position));
     };
     // A row's packs lie side by side.
     const int first_place = row_in_block * (THREADS_PER_ROW * VECS_PER_THREAD) + thread;

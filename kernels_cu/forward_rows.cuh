@@ -30,7 +30,7 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
     const int first_element = thread * VEC_SIZE;
     const auto offset_of = [](int vec) { return vec * (THREADS_PER_ROW * VEC_SIZE); };
     int half = 0;
-    RowsAhead<MASK> masks;
+    RowsAhead<MASK, SPLIT_ROWS> masks;
     for (long long first_row = first_of_block; first_row < arguments.rows;
          first_row += rows_a_pass) {
         const long long row = first_row + row_in_block;

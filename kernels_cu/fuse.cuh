@@ -105,21 +105,20 @@ __device__ __forceinline__ RowPointers<Y, X, R, W, B> row_pointers(
     return pointers;
 }
 
-template <Mask MASK, typename Arguments>
+// Rows share an element of the masks only where they are split.
+template <Mask MASK, bool SPLIT_ROWS, typename Arguments>
 __device__ __forceinline__ bool row_is_computed(const Arguments& arguments, long long row) {
     if (row >= arguments.rows) return false;
     if constexpr (MASK == ALL_ROWS) return true;
-    const RowCount& shared_by = arguments.mask_rows;
-    const long long place = shared_by.count == 1 ? row : quotient(row, shared_by);
-    // Neither load waits for the other.
-    const bool valid = arguments.valid_rows == nullptr || place < *arguments.valid_rows;
-    const bool chosen = arguments.where == nullptr || arguments.where[place];
-    return valid && chosen;
+    const bool shared = SPLIT_ROWS && arguments.mask_rows.count != 1;
+    const long long place = shared ? quotient(row, arguments.mask_rows) : row;
+    if (arguments.valid_rows != nullptr && place >= *arguments.valid_rows) return false;
+    return arguments.where == nullptr || arguments.where[place];
 }
 
 // Which rows of a block that walks over many are computed. It looks up several at once: a row that
 // is not computed costs no trip to memory of its own.
-template <Mask MASK>
+template <Mask MASK, bool SPLIT_ROWS>
 struct RowsAhead {
     static constexpr int COUNT = 4;
     unsigned computed = 0;  // a bit a row, the next one first
@@ -148,7 +147,7 @@ struct RowsAhead {
             place[i] = ahead < arguments.rows ? ahead : 0;  // row 0 exists
             chosen[i] = ahead < arguments.rows;
         }
-        if (arguments.mask_rows.count != 1) {
+        if (SPLIT_ROWS && arguments.mask_rows.count != 1) {
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) place[i] = quotient(place[i], arguments.mask_rows);
         }

@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(THREADS) norm_backward_columns(
 #pragma unroll 2
     for (long long position = part; position < positions; position += arguments.parts) {
         const long long row = position * arguments.heads + head;
-        if (!row_is_computed<MASK>(arguments, row)) continue;
+        if (!row_is_computed<MASK, SPLIT_ROWS>(arguments, row)) continue;
         add_column_terms<NORM, CAST_BEFORE_WEIGHT, ALIGNED, SPLIT_ROWS>(dweight, dbias, arguments,
                                                                         row, pack * VEC_SIZE);
     }

@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK,
     A dbias[VEC_SIZE] = {};
 #pragma unroll 4
     for (int row = threadIdx.x / COLUMNS; row < rows; row += SLICES) {
-        if (!row_is_computed<MASK>(arguments, row)) continue;
+        if (!row_is_computed<MASK, SPLIT_ROWS>(arguments, row)) continue;
         add_column_terms<NORM, CAST_BEFORE_WEIGHT, ALIGNED, SPLIT_ROWS>(
             dweight, dbias, arguments, row, static_cast<long long>(first_pack + column) * VEC_SIZE);
     }

@@ -21,7 +21,7 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
 
     const int rank = CLUSTER_SIZE == 1 ? 0 : static_cast<int>(cluster_rank());
     const long long row = blockIdx.x / CLUSTER_SIZE;
-    const bool computed = row_is_computed<MASK>(arguments, row);
+    const bool computed = row_is_computed<MASK, SPLIT_ROWS>(arguments, row);
     const long long packs = arguments.hidden_size / VEC_SIZE;
     const long long share = (packs + CLUSTER_SIZE - 1) / CLUSTER_SIZE;
     const long long first = min(rank * share, packs) + threadIdx.x;

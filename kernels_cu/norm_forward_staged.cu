@@ -28,7 +28,7 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS, 1024 / THR
     if constexpr (CLUSTER_SIZE > 1) cluster_arrive();
     const int rank = CLUSTER_SIZE == 1 ? 0 : static_cast<int>(cluster_rank());
     const long long row = blockIdx.x / CLUSTER_SIZE;
-    const bool computed = row_is_computed<MASK>(arguments, row);
+    const bool computed = row_is_computed<MASK, SPLIT_ROWS>(arguments, row);
     const int packs = static_cast<int>(arguments.hidden_size / VEC_SIZE);
     const int share = (packs + CLUSTER_SIZE - 1) / CLUSTER_SIZE;
     const int begin = min(rank * share, packs);
