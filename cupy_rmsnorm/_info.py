@@ -297,7 +297,7 @@ def _toolkit_requirement(major: int) -> str:
 
 
 def _mend_import(error: str, replace: str) -> str:
-    if error.startswith("PermissionError"):
+    if "[Errno" in error:  # of a file; CuPy makes its cache's folder, and a loader names no number
         return "set CUPY_CACHE_DIR to a folder that can be written to (pip cannot mend this)"
     return f"reinstall it: {replace}"
 

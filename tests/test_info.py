@@ -172,6 +172,16 @@ REASONS = {
         "importing CuPy failed (PermissionError: [Errno 13] Permission denied: '/home/me/.cupy'); "
         "set CUPY_CACHE_DIR to a folder that can be written to (pip cannot mend this)",
     ),
+    "missing home": (
+        Machine(source=raising("FileNotFoundError(2, 'No such file or directory', '/root')")),
+        "importing CuPy failed (FileNotFoundError: [Errno 2] No such file or directory: '/root'); "
+        "set CUPY_CACHE_DIR to a folder that can be written to (pip cannot mend this)",
+    ),
+    "read-only home": (
+        Machine(source=raising("OSError(30, 'Read-only file system', '/home/me')")),
+        "importing CuPy failed (OSError: [Errno 30] Read-only file system: '/home/me'); "
+        "set CUPY_CACHE_DIR to a folder that can be written to (pip cannot mend this)",
+    ),
     "OSError": (
         Machine(source=raising("OSError('libcudart.so.12: bad')")),
         f"importing CuPy failed (OSError: libcudart.so.12: bad); reinstall it: {REPLACE}",
