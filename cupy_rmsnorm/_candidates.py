@@ -27,6 +27,7 @@ LATE_WEIGHT_VECS = 8
 # Rows from so many bytes on may be staged in shared memory.
 STAGED_ROW_BYTES = 32 * 1024
 STAGED_THREADS = (256, 512, 1024)
+STAGED_VECS = 16
 STREAMED_THREADS = (256, 512, 1024)
 FORWARD_KERNELS = ("norm_forward", "norm_forward_staged", "norm_forward_streamed")
 BACKWARD_KERNELS = ("norm_backward", "norm_backward_streamed")
@@ -93,7 +94,7 @@ def _staged(hidden_size: int, itemsize: int, staged_itemsize: int) -> Iterator[P
         share = -(-(hidden_size // vec_size) // cluster_size)
         for threads in STAGED_THREADS:
             vecs = -(-share // threads)
-            if 2 <= vecs <= _plan.STAGED_VECS_PER_THREAD:
+            if 2 <= vecs <= STAGED_VECS:
                 yield Plan("norm_forward_staged", vec_size, vecs, threads, cluster_size)
 
 

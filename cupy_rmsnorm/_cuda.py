@@ -20,6 +20,7 @@ from ._plan import (
     choose_launch,
     choose_pair_launch,
     choose_plan,
+    loads_weight_early,
 )
 
 _MASKS = {None: "ALL_ROWS", "keep": "KEEP_OTHERS", "zero": "ZERO_OTHERS"}
@@ -65,6 +66,11 @@ class ForwardKind:
     def staged_itemsize(self) -> int:
         """Bytes that one element of a row takes where the row is held as it came."""
         return TABLE[self.x].itemsize + (TABLE[self.residual].itemsize if self.residual else 0)
+
+    @property
+    def parameter_itemsize(self) -> int:
+        """Bytes of an element of weight and bias, where they are arrays."""
+        return sum(TABLE[name].itemsize for name in (self.weight, self.bias) if name in TABLE)
 
 
 def forward_plan(kind: ForwardKind, hidden_size: int, device: int) -> Plan:
@@ -252,7 +258,8 @@ def specialise_forward(
             plan.threads_per_row,
             launch.rows_per_block,
         )
-        flags = (full, aligned, split_rows, before_weight, plan.early_weight)
+        early = loads_weight_early(plan, launch, kind.staged_itemsize + kind.parameter_itemsize)
+        flags = (full, aligned, split_rows, before_weight, early)
     elif plan.kernel == "norm_forward_staged":
         geometry = (
             plan.vec_size,

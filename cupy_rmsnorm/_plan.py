@@ -25,26 +25,31 @@ MAX_GRID = 2**31 - 1
 REGISTER_ROW_BYTES = 64 * 1024
 # A thread holds at most this many elements of a row in registers.
 MAX_HELD_ELEMENTS = 64
-# (packs of a row up to, vectors a thread aimed at): the first line that fits decides. LayerNorm's
-# second reduction favours rows that one warp holds.
+# (packs of a row up to, vectors a thread aimed at): the first line that fits decides. A sum with a
+# residual holds two arrays, so it aims at half as many; LayerNorm's second reduction favours rows
+# that one warp holds, and few warps where that is too many.
 VECS_PER_THREAD = {
     "rms": ((8, 1), (32, 2), (64, 1), (128, 4), (288, 2), (400, 3), (512, 2), (2048, 4), (4096, 8)),
-    "layer": ((8, 1), (64, 2), (128, 4), (288, 2), (400, 3), (2048, 4), (4096, 8)),
+    "add": ((16, 1), (32, 2), (64, 1), (128, 4), (400, 2), (512, 1), (2048, 2), (4096, 4)),
+    "layer": ((8, 1), (16, 4), (64, 2), (128, 4), (288, 2), (400, 3), (4096, 8)),
+    "wide layer": ((8, 1), (64, 2), (128, 4), (288, 2), (400, 3), (2048, 4), (4096, 8)),
 }
 # Rows that vector loads do not divide move by narrow packs, many a thread.
 NARROW_VECS_PER_THREAD = 16
 NARROW_PACKS = 1024
-# From this many packs on the weight is loaded after the sum: before, it would take the registers of
-# other rows.
-LATE_WEIGHT_PACKS = 2049
-# (bytes of a staged row up to, blocks a cluster): the first line that fits decides.
-CLUSTER_SIZES = ((128 * 1024, 1), (256 * 1024, 4))
+# Weight and bias are loaded before the sum is known where a thread then holds at most so many bytes
+# of them and its row: more would take the registers of other rows.
+EARLY_WEIGHT_BYTES = 128
+# Bytes of a staged row that one block holds; longer ones take a cluster.
+BLOCK_ROW_BYTES = 128 * 1024
 MAX_CLUSTER_SIZE = 8  # the largest that every architecture with clusters grants
-STAGED_VECS_PER_THREAD = 16
+STAGED_VECS_PER_THREAD = 8
 MAX_STAGED_VECS_PER_THREAD = 32
 STREAMED_THREADS = 512
-# Short rows share a block until it has this many threads.
+# Short rows share a block until it has this many threads; those of q and k, which lie apart, are
+# faster in smaller ones.
 BLOCK_THREADS = 128
+PAIR_BLOCK_THREADS = 64
 # With so many masked rows for each SM, a block walks over as many as it looks up masks at once: a
 # block whose row is not computed would last nearly as long as its launch.
 MASKED_ROWS_A_BLOCK = 4
@@ -63,7 +68,7 @@ class Plan:
     vecs_per_thread: int  # 0: streamed, as many as the row needs
     threads_per_row: int  # of one block
     cluster_size: int = 1
-    early_weight: bool = True  # weights are loaded before the sum is known; changes no bits
+    early_weight: bool = True  # weights may be loaded before the sum is known; changes no bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +79,14 @@ class Launch:
     block: int
     shared_bytes: int
     rows_per_block: int
+    few_rows: bool = False  # not enough to give every SM a block
 
 
 @dataclass(frozen=True, slots=True)
 class PairLaunch(Launch):
     """How the rows of q and k are spread over the blocks of one launch."""
 
-    q_blocks: int
+    q_blocks: int = 0
 
 
 def shared_limit(arch: int) -> int:
@@ -105,7 +111,10 @@ def choose_plan(
     vec_size = vector_size(hidden_size, itemsize)
     packs = hidden_size // vec_size
     if hidden_size * itemsize <= REGISTER_ROW_BYTES:
-        return _register_plan(norm, packs, vec_size, narrow=vec_size * itemsize < VECTOR_BYTES)
+        table: str = "add" if norm == "rms" and residual_dtype else norm
+        if norm == "layer" and itemsize > 2:
+            table = "wide layer"
+        return _register_plan(table, packs, vec_size, narrow=vec_size * itemsize < VECTOR_BYTES)
     staged_itemsize = itemsize + (TABLE[residual_dtype].itemsize if residual_dtype else 0)
     staged = _staged_plan(packs, vec_size, staged_itemsize, arch)
     if staged is not None:
@@ -114,25 +123,25 @@ def choose_plan(
     return Plan("norm_forward_streamed", vec_size, 0, STREAMED_THREADS, cluster_size)
 
 
-def _register_plan(norm: Norm, packs: int, vec_size: int, narrow: bool) -> Plan:
-    aim = next((vecs for limit, vecs in VECS_PER_THREAD[norm] if packs <= limit), 8)
+def _register_plan(table: str, packs: int, vec_size: int, narrow: bool) -> Plan:
+    aim = next((vecs for limit, vecs in VECS_PER_THREAD[table] if packs <= limit), 8)
     if narrow and packs > NARROW_PACKS:
         aim = NARROW_VECS_PER_THREAD
+    if packs > WARP * aim:
+        # A row that fills its warps to the last pack needs no test of where it ends.
+        near = (vecs for vecs in (aim, aim + 1, aim - 1) if vecs * vec_size <= MAX_HELD_ELEMENTS)
+        aim = next((vecs for vecs in near if vecs and packs % (WARP * vecs) == 0), aim)
     threads = -(-packs // aim)
     threads = _ceil_power_of_two(threads) if threads <= WARP else _round_up(threads, WARP)
     threads = min(threads, MAX_THREADS)
     vecs_per_thread = -(-packs // threads)
     assert vecs_per_thread * vec_size <= MAX_HELD_ELEMENTS
-    late_weight = packs >= LATE_WEIGHT_PACKS
-    return Plan("norm_forward", vec_size, vecs_per_thread, threads, early_weight=not late_weight)
+    return Plan("norm_forward", vec_size, vecs_per_thread, threads)
 
 
 def _staged_plan(packs: int, vec_size: int, staged_itemsize: int, arch: int) -> Plan | None:
-    cluster_size = 1
-    if arch >= 90:
-        staged_bytes = packs * vec_size * staged_itemsize
-        sizes = (size for limit, size in CLUSTER_SIZES if staged_bytes <= limit)
-        cluster_size = next(sizes, MAX_CLUSTER_SIZE)
+    staged_bytes = packs * vec_size * staged_itemsize
+    cluster_size = 1 if arch < 90 or staged_bytes <= BLOCK_ROW_BYTES else MAX_CLUSTER_SIZE
     share = -(-packs // cluster_size)
     threads = 256
     while threads < MAX_THREADS and share > threads * STAGED_VECS_PER_THREAD:
@@ -145,29 +154,54 @@ def _staged_plan(packs: int, vec_size: int, staged_itemsize: int, arch: int) -> 
 
 
 def choose_launch(
-    plan: Plan, rows: int, staged_itemsize: int, sm_count: int, masked: bool = False
+    plan: Plan,
+    rows: int,
+    staged_itemsize: int,
+    sm_count: int,
+    masked: bool = False,
+    block_threads: int = BLOCK_THREADS,
 ) -> Launch:
     """The launch of `rows` >= 1 rows; `staged_itemsize` counts x and residual."""
     threads = plan.threads_per_row
     if plan.kernel != "norm_forward":
         shared_bytes = plan.vecs_per_thread * threads * plan.vec_size * staged_itemsize
         return Launch(rows * plan.cluster_size, threads, shared_bytes, 1)
-    rows_per_block = max(1, BLOCK_THREADS // threads)
-    if -(-rows // rows_per_block) < sm_count:  # too few blocks for the SMs: spread the rows
+    rows_per_block = max(1, block_threads // threads)
+    few_rows = -(-rows // rows_per_block) < sm_count
+    if few_rows:
         rows_per_block = max(1, WARP // threads)
     grid = min(-(-rows // rows_per_block), MAX_GRID)
     if masked and grid >= MASKED_BLOCKS_PER_SM * sm_count:
         grid = -(-grid // MASKED_ROWS_A_BLOCK)
-    return Launch(grid, threads * rows_per_block, 0, rows_per_block)
+    return Launch(grid, threads * rows_per_block, 0, rows_per_block, few_rows)
+
+
+def loads_weight_early(plan: Plan, launch: Launch, held_itemsize: int) -> bool:
+    """Whether weight and bias come before the sum; `held_itemsize` counts them and the row.
+
+    Rows of one warp meet at no barrier behind which the loads could hide; where rows are few no
+    others want the registers.
+    """
+    held = plan.vec_size * plan.vecs_per_thread * held_itemsize
+    cheap = plan.threads_per_row <= WARP or launch.few_rows or held <= EARLY_WEIGHT_BYTES
+    return plan.early_weight and cheap
 
 
 def choose_pair_launch(plan: Plan, q_rows: int, k_rows: int, sm_count: int) -> PairLaunch:
     """The launch of q and k together, for a plan of norm_forward."""
-    together = choose_launch(plan, q_rows + k_rows, 0, sm_count)
+    rows = q_rows + k_rows
+    together = choose_launch(plan, rows, 0, sm_count, block_threads=PAIR_BLOCK_THREADS)
     q_blocks, k_blocks = (
         min(-(-rows // together.rows_per_block), MAX_GRID // 2) for rows in (q_rows, k_rows)
     )
-    return PairLaunch(q_blocks + k_blocks, together.block, 0, together.rows_per_block, q_blocks)
+    return PairLaunch(
+        q_blocks + k_blocks,
+        together.block,
+        0,
+        together.rows_per_block,
+        together.few_rows,
+        q_blocks,
+    )
 
 
 def _ceil_power_of_two(value: int) -> int:

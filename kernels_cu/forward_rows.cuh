@@ -5,6 +5,18 @@
 #include "fuse.cuh"
 #include "reduce.cuh"
 
+// What a thread holds of one pack's elements.
+template <typename X, typename R, int VEC_SIZE>
+__host__ __device__ constexpr int held_bytes() {
+    return VEC_SIZE * static_cast<int>(sizeof(X) + (is_array<R> ? sizeof(R) : 0));
+}
+
+// Blocks an SM that registers must suffice for, 0 where the compiler may choose: beside a row of
+// 64 KB there has to be room for a second one, or nothing happens while the first meets at its sum.
+__host__ __device__ constexpr int min_blocks(int threads, int held_bytes) {
+    return threads == 512 && held_bytes == 128 ? 2 : 0;
+}
+
 // Computes the rows of one block of `blocks`, as norm_forward.cu describes it.
 template <Norm NORM, int VEC_SIZE, int VECS_PER_THREAD, int THREADS_PER_ROW, int ROWS_PER_BLOCK,
           bool FULL, bool ALIGNED, bool SPLIT_ROWS, bool CAST_BEFORE_WEIGHT, bool EARLY_WEIGHT,

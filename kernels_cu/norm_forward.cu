@@ -14,7 +14,9 @@ template <Norm NORM, typename Y, typename X, typename R, typename W, typename B,
           int VEC_SIZE, int VECS_PER_THREAD, int THREADS_PER_ROW, int ROWS_PER_BLOCK, bool FULL,
           bool ALIGNED, bool SPLIT_ROWS, bool CAST_BEFORE_WEIGHT, bool EARLY_WEIGHT, bool PARTIAL,
           Mask MASK>
-__global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK)
+__global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK,
+                                  min_blocks(THREADS_PER_ROW* ROWS_PER_BLOCK,
+                                             VECS_PER_THREAD* held_bytes<X, R, VEC_SIZE>()))
     norm_forward(const ForwardArguments<Y, X, R, W, B, V> arguments) {
     forward_rows<NORM, VEC_SIZE, VECS_PER_THREAD, THREADS_PER_ROW, ROWS_PER_BLOCK, FULL, ALIGNED,
                  SPLIT_ROWS, CAST_BEFORE_WEIGHT, EARLY_WEIGHT, PARTIAL, MASK>(arguments, blockIdx.x,

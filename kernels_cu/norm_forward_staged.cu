@@ -118,7 +118,9 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS, 1024 / THR
     if (rank == 0 && threadIdx.x == 0) store_statistics<NORM>(arguments, row, mean, rstd);
     const Normalise<NORM, CAST_BEFORE_WEIGHT, X, A> normalise = {
         mean, rstd, arguments.weight_offset, arguments.weight_constant, arguments.bias_constant};
-#pragma unroll
+    // Not unrolled further: the weights of all packs at once would take the registers of other
+    // blocks.
+#pragma unroll 2
     for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
         if (!holds(vec)) continue;
         A values[VEC_SIZE];

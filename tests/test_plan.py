@@ -28,7 +28,7 @@ from cupy_rmsnorm._cuda import ForwardKind, specialise_forward
 from cupy_rmsnorm._dtypes import TABLE
 from cupy_rmsnorm._kernel import Specialisation
 from cupy_rmsnorm._layout import collapse_rows, is_contiguous
-from cupy_rmsnorm._plan import choose_launch, choose_plan
+from cupy_rmsnorm._plan import choose_launch, choose_plan, loads_weight_early
 from cupy_rmsnorm._plan_backward import choose_backward_launch, choose_backward_plan
 from tests import calls, inputs, kernels, sanitizer, sweeps
 from tests.backends import Backend
@@ -191,26 +191,47 @@ def test_shared_memory_follows_from_the_specialisation(arch: int) -> None:
             assert before == launch.shared_bytes, (hidden_size, x, residual, plan)
 
 
+def test_weights_come_early_where_they_cost_no_rows() -> None:
+    plan = choose_plan("rms", 8192, "bfloat16", None, 90)
+    many, few = (choose_launch(plan, rows, 2, 132) for rows in (132, 131))
+    assert loads_weight_early(plan, many, 2 + 2)
+    assert not loads_weight_early(plan, many, 2 + 4)  # a float32 weight, or a bias as well
+    assert loads_weight_early(plan, few, 2 + 4)
+    late = dataclasses.replace(plan, early_weight=False)
+    assert not loads_weight_early(late, few, 2 + 2)
+    one_warp = choose_plan("layer", 1024, "bfloat16", None, 90)
+    assert loads_weight_early(one_warp, choose_launch(one_warp, 10**6, 2, 132), 2 + 4 + 4)
+
+
 # The sweep ----------------------------------------------------------------------------------------
 
 SWEEP = sweeps.swept("sweep.json")
 _STAGED = "measured with a staged kernel that has changed since"
 _NARROW = "of plans like it 12 and 16 vectors a thread were measured, not 15"
+_EARLY = "with so few vectors a thread only early weights were measured"
 NOT_THE_FASTEST: dict[sweeps.Shape, str] = {
     ("rms_norm", "bfloat16", 8192, 65536): _STAGED,
     ("rms_norm", "bfloat16", 4096, 131072): _STAGED,
     ("rms_norm", "bfloat16", 8192, 4097): _NARROW,
     ("rms_norm", "bfloat16", 8192, 7169): _NARROW,
+    ("layer_norm", "bfloat16", 16384, 7168): _EARLY,
+    ("add_rms_norm", "bfloat16", 4096, 32768): _EARLY,
 }
 
 
 @pytest.mark.parametrize("shape", SWEEP, ids=str)
 def test_plans_are_the_fastest_of_the_sweep(shape: sweeps.Shape) -> None:
-    op, dtype, _, hidden_size = shape
+    op, dtype, rows, hidden_size = shape
     norm: Norm = "layer" if "layer" in op else "rms"
     residual = dtype if op.startswith("add") else None
+    kind = ForwardKind(norm, dtype, dtype, residual, dtype)
     plan = choose_plan(norm, hidden_size, dtype, residual, 90)
-    sweeps.check(shape, SWEEP[shape], dataclasses.asdict(plan), NOT_THE_FASTEST)
+    chosen = dataclasses.asdict(plan)
+    if plan.kernel == "norm_forward":
+        launch = choose_launch(plan, rows, kind.staged_itemsize, 132)
+        held_itemsize = kind.staged_itemsize + kind.parameter_itemsize
+        chosen["early_weight"] = loads_weight_early(plan, launch, held_itemsize)
+    sweeps.check(shape, SWEEP[shape], chosen, NOT_THE_FASTEST)
 
 
 def test_the_sweep_has_what_the_table_was_read_off() -> None:
