@@ -103,11 +103,39 @@ EXPLAINED: dict[tuple[str, str], tuple[str, str]] = {
         "norm_backward_few.cu",
         "const int rows = column <= packs ? static_cast<int>(arguments.rows) : 0;",
     ): ("survived", "reads the pack behind a block's columns into a sum that nobody stores"),
-    ("study_rms_norm.cu", "for (int i = 0; i <= 4; ++i) {"): (
+    (
+        "forward_rows.cuh",
+        "if constexpr (MASK == ALL_ROWS && (THREADS_PER_ROW <= 32 || ROWS_PER_BLOCK == 1)) {",
+    ): ("equivalent", "only spares rows that are not computed the work whose result is not stored"),
+    ("fuse.cuh", "return found + (found * rows.count > row);"): (
         "survived",
-        "changes what lies behind a thread's own array and is not used again",
+        "the quotient needs the correction only where row * count passes 2^62",
+    ),
+    ("fuse.cuh", "return rest != rest ? add_rn(mean, static_cast<float>(rest) / count) : mean;"): (
+        "survived",
+        "what it refines is exact for equal elements alone: tests/test_numerics.py, not the table",
     ),
 }
+EXPLAINED |= dict.fromkeys(
+    (
+        ("study_layer_norm.cu", "for (int i = 0; i <= 4; ++i) {"),
+        ("study_layer_norm.cu", "for (int i = 0; i <= 8; ++i) {"),
+        ("study_layer_norm.cu", "for (int i = 0; i <= VEC_SIZE; ++i) {"),
+        (
+            "study_layer_norm.cu",
+            "for (int i = 0; i <= 4; ++i) value[i] = reinterpret_cast<const __half2*>(x)[at + i];",
+        ),
+        ("study_layer_norm.cu", "for (int i = 0; i <= 4; ++i) value[i] = __hsub2(value[i], mean);"),
+        ("study_layer_norm_vector.cu", "for (int i = 0; i <= VEC_SIZE; ++i) {"),
+        ("study_rms_norm.cu", "for (int i = 0; i <= 4; ++i) {"),
+        (
+            "study_schedule.cu",
+            "for (int i = 0; i <= VEC_SIZE; ++i) value[i] = "
+            "from_float<T>(to_float(value[i]) * scale);",
+        ),
+    ),
+    ("survived", "changes what lies behind a thread's own array and is not used again"),
+)
 
 
 # Functions that choose at compile time what changes no result: verdict "equivalent".
@@ -116,6 +144,18 @@ CHOICES = {
     "least_blocks": "decides only how many blocks share a multiprocessor",
     "few_blocks": "decides only how many blocks share a multiprocessor",
 }
+EXPLAINED |= dict.fromkeys(
+    (
+        ("backward_rows.cuh", "const int free = stage != 0 ? RING - 1 : stage - 1;"),
+        ("backward_rows.cuh", "const int free = stage == 0 ? RING + 1 : stage - 1;"),
+        ("backward_rows.cuh", "const int free = stage == 0 ? RING - 1 : stage + 1;"),
+        (
+            "backward_rows.cuh",
+            "if (first != part * ROWS_PER_BLOCK) bring_row(free, position + (RING + 1) * step);",
+        ),
+    ),
+    ("survived", "none of the hundred rows goes around a ring of rows that are not held"),
+)
 
 
 @dataclass(frozen=True)
