@@ -38,8 +38,11 @@ VECS_PER_THREAD = {
 NARROW_VECS_PER_THREAD = 16
 NARROW_PACKS = 1024
 # Weight and bias are loaded before the sum is known where a thread then holds at most so many bytes
-# of them and its row: more would take the registers of other rows.
+# of them and its row: more would take the registers of other rows. Where rows are few no others
+# want them.
 EARLY_WEIGHT_BYTES = 128
+FEW_ROWS_EARLY_WEIGHT_BYTES = 256
+EARLY_WEIGHT_VECS = 8  # more, of narrow packs, are as many loads in the row's way
 # Bytes of a staged row that one block holds; longer ones take a cluster.
 BLOCK_ROW_BYTES = 128 * 1024
 MAX_CLUSTER_SIZE = 8  # the largest that every architecture with clusters grants
@@ -179,12 +182,13 @@ def choose_launch(
 def loads_weight_early(plan: Plan, launch: Launch, held_itemsize: int) -> bool:
     """Whether weight and bias come before the sum; `held_itemsize` counts them and the row.
 
-    Rows of one warp meet at no barrier behind which the loads could hide; where rows are few no
-    others want the registers.
+    Rows of one warp meet at no barrier behind which the loads could hide.
     """
+    if not plan.early_weight or plan.threads_per_row <= WARP:
+        return plan.early_weight
     held = plan.vec_size * plan.vecs_per_thread * held_itemsize
-    cheap = plan.threads_per_row <= WARP or launch.few_rows or held <= EARLY_WEIGHT_BYTES
-    return plan.early_weight and cheap
+    most = FEW_ROWS_EARLY_WEIGHT_BYTES if launch.few_rows else EARLY_WEIGHT_BYTES
+    return held <= most and plan.vecs_per_thread <= EARLY_WEIGHT_VECS
 
 
 def choose_pair_launch(plan: Plan, q_rows: int, k_rows: int, sm_count: int) -> PairLaunch:

@@ -5,16 +5,15 @@
 #include "fuse.cuh"
 #include "reduce.cuh"
 
-// What a thread holds of one pack's elements.
-template <typename X, typename R, int VEC_SIZE>
-__host__ __device__ constexpr int held_bytes() {
-    return VEC_SIZE * static_cast<int>(sizeof(X) + (is_array<R> ? sizeof(R) : 0));
-}
-
 // Blocks an SM that registers must suffice for, 0 where the compiler may choose: beside a row of
 // 64 KB there has to be room for a second one, or nothing happens while the first meets at its sum.
-__host__ __device__ constexpr int min_blocks(int threads, int held_bytes) {
-    return threads == 512 && held_bytes == 128 ? 2 : 0;
+template <typename X, typename R, typename W, typename B, int VEC_SIZE, int VECS_PER_THREAD,
+          int THREADS, bool EARLY_WEIGHT>
+__host__ __device__ constexpr int min_blocks() {
+    constexpr int ROW_ELEMENT = sizeof(X) + (is_array<R> ? sizeof(R) : 0);
+    constexpr bool HOLDS_WEIGHT = EARLY_WEIGHT && (is_array<W> || is_array<B>);
+    constexpr int HELD_BYTES = VECS_PER_THREAD * VEC_SIZE * ROW_ELEMENT;
+    return THREADS == 512 && HELD_BYTES == 128 && !HOLDS_WEIGHT ? 2 : 0;
 }
 
 // Computes the rows of one block of `blocks`, as norm_forward.cu describes it.

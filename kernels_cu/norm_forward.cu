@@ -15,8 +15,8 @@ template <Norm NORM, typename Y, typename X, typename R, typename W, typename B,
           bool ALIGNED, bool SPLIT_ROWS, bool CAST_BEFORE_WEIGHT, bool EARLY_WEIGHT, bool PARTIAL,
           Mask MASK>
 __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK,
-                                  min_blocks(THREADS_PER_ROW* ROWS_PER_BLOCK,
-                                             VECS_PER_THREAD* held_bytes<X, R, VEC_SIZE>()))
+                                  min_blocks<X, R, W, B, VEC_SIZE, VECS_PER_THREAD,
+                                             THREADS_PER_ROW * ROWS_PER_BLOCK, EARLY_WEIGHT>())
     norm_forward(const ForwardArguments<Y, X, R, W, B, V> arguments) {
     forward_rows<NORM, VEC_SIZE, VECS_PER_THREAD, THREADS_PER_ROW, ROWS_PER_BLOCK, FULL, ALIGNED,
                  SPLIT_ROWS, CAST_BEFORE_WEIGHT, EARLY_WEIGHT, PARTIAL, MASK>(arguments, blockIdx.x,

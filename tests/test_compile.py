@@ -91,15 +91,17 @@ def test_packs_cross_memory_in_words_as_wide_as_the_plan_says(arch: int) -> None
             if max(resources.loads) > max(8, itemsizes[0]) or copied:
                 faults.append(f"{row.name}: wide loads {resources.loads} from misaligned rows")
             continue
-        # A thread's packs are unrolled, except in streamed rows.
+        # A thread's packs are unrolled, except in streamed rows and where staged ones are written.
         packs = max(plan.vecs_per_thread, 1)
+        written = min(packs, 2) if plan.kernel == "norm_forward_staged" else packs
         words = [_words(row.vec_size * itemsize) for itemsize in itemsizes]
         (x_width, x_words), (y_width, y_words) = words
         loads = resources.loads.get(x_width, 0) + resources.asynchronous.get(x_width, 0)
         if loads < packs * x_words and not resources.asynchronous.get(0):
             faults.append(f"{row.name}: {resources.loads}, expected {packs * x_words} x {x_width}")
-        if resources.stores.get(y_width, 0) < packs * y_words:
-            faults.append(f"{row.name}: {resources.stores}, expected {packs * y_words} x {y_width}")
+        if resources.stores.get(y_width, 0) < written * y_words:
+            expected = f"expected {written * y_words} x {y_width}"
+            faults.append(f"{row.name}: {resources.stores}, {expected}")
     assert not faults, "\n".join(faults)
 
 
