@@ -25,6 +25,8 @@ class Results(Protocol):
     numerics: list[Row]
     training: list[Row]
     counters: list[Row]
+    host: list[Row]
+    triton: list[Row]
 
     def us(self, **wanted: Any) -> float | None:
         """The time of the one row with these values; None where there is none."""

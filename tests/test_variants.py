@@ -492,6 +492,7 @@ class Figures(study_report.Results):
     def __init__(self, **given: Any) -> None:
         self.meta, self.rows, self.numerics, self.training = {}, [], [], []
         self.counters, self.compare, self.instructions = [], [], []
+        self.host, self.triton = [], []
         vars(self).update(given)
 
 
