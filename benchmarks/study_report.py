@@ -61,6 +61,11 @@ class Results:
         self.triton: list[Row] = _read("study_triton.json").get("rows", [])
         self.host: list[Row] = _read("host.json").get("rows", [])
         self.instructions: list[Row] = _read("instructions.json").get("rows", [])
+        self.commits: dict[str, str] = {
+            name: commit
+            for name in ("study_triton", "counters", "train", "host")
+            if (commit := _read(f"{name}.json").get("meta", {}).get("commit"))
+        }
 
     def us(self, **wanted: Any) -> float | None:
         """The time of the one row with these values; None where there is none."""
@@ -240,8 +245,12 @@ def block_meta(results: Results) -> str:
         f"{meta['device']}, CuPy {meta['cupy']}, torch {meta['torch']}, {meta['date']}, commit "
         f"{meta['commit']}."
     )
-    left_out = meta.get("left_out")
-    return f"{text} Left out for time: {', '.join(left_out)}." if left_out else text
+    if results.commits:
+        others = (f"`{name}.json` {commit}" for name, commit in results.commits.items())
+        text = f"{text} Other files, measured at commits: {', '.join(others)}."
+    if left_out := meta.get("left_out"):
+        text = f"{text} Left out for time: {', '.join(left_out)}."
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def readme_table(results: Results) -> str:
@@ -367,6 +376,17 @@ def block_eps(results: Results) -> str:
         for dtype, scale in dict.fromkeys((row["dtype"], row["scale"]) for row in rows)
     ]
     return _table(("dtype", "scale", *(f"eps {value:g}" for value in values)), lines)
+
+
+def block_eps_place(results: Results) -> str:
+    """Both published places of eps: the root mean square of an output row."""
+    rows = [row for row in results.numerics if row["claim"] == "eps place"]
+    norms = {(row["rms"], row["place"]): row["output rms"] for row in rows}
+    lines = [
+        [f"{rms:g}", *(f"{norms[rms, place]:.6g}" for place in ("inside", "outside"))]
+        for rms in dict.fromkeys(row["rms"] for row in rows)
+    ]
+    return _table(("root mean square of x", "of `eps_inside`", "of `eps_outside`"), lines)
 
 
 def block_fusion(results: Results) -> str:

@@ -567,7 +567,7 @@ def _reductions() -> list[Variant]:
             dtype,
             1,
             "float32",
-            Sizes(ILP_THREADS * 4, 2**20),
+            Sizes(ILP_THREADS * 4, 2**16),
             f"{count} independent loads and sums a thread, one element each; reads x twice",
             _ilp,
         )

@@ -33,9 +33,9 @@ def sizes(variant: Variant) -> list[int]:
     """Every power of two that the variant admits; of any size, the ones that have failed."""
     if not variant.sizes.power_of_two:
         return [size for size in ANY_SIZES if size in variant.sizes]
-    powers = (1 << power for power in range(21))
-    admitted = [size for size in powers if size in variant.sizes]
-    return [size for size in admitted if size <= 2**16]
+    assert variant.sizes.maximum is not None
+    powers = (1 << power for power in range(variant.sizes.maximum.bit_length()))
+    return [size for size in powers if size in variant.sizes]
 
 
 def is_pure_half(variant: Variant) -> bool:

@@ -194,6 +194,26 @@ def test_real_activations(machine: Machine, variant: Variant) -> None:
     assert right[sums < 0.99 * OVERFLOW].all()
 
 
+def test_real_activations_written_naively() -> None:
+    """`mean` sums in float32: what is lost is rows with an element whose square overflows."""
+    x = _study.activations(_study.SAMPLE).astype(np.float16)
+    lost = (np.abs(x) >= 256).any(-1)
+    assert 0 < lost.sum() < len(x)
+    with np.errstate(over="ignore"):
+        y = variants.naive_rms_norm(x)
+    np.testing.assert_array_equal((y == 0).all(-1), lost)
+
+
+def test_real_activations_in_torch() -> None:
+    """torch's LayerNorm is right in every row, those whose squares pass 65504 among them."""
+    torch = pytest.importorskip("torch")
+    x = _study.activations(_study.SAMPLE).astype(np.float16)
+    y = torch.nn.functional.layer_norm(torch.from_numpy(x), x.shape[-1:], eps=EPS).numpy()
+    forward = oracle.forward(x, norm="layer", eps=EPS)
+    compare.close(y, forward.y.value, forward.y.bound("float16"), "torch.layer_norm")
+    assert not variants.naive_rms_norm(torch.from_numpy(x)).any(-1).all()
+
+
 # Cancellation ---------------------------------------------------------------------------------
 
 
@@ -492,7 +512,7 @@ class Figures(study_report.Results):
     def __init__(self, **given: Any) -> None:
         self.meta, self.rows, self.numerics, self.training = {}, [], [], []
         self.counters, self.compare, self.instructions = [], [], []
-        self.host, self.triton = [], []
+        self.host, self.triton, self.commits = [], [], {}
         vars(self).update(given)
 
 
@@ -530,6 +550,39 @@ def test_a_verdict_follows_the_numbers(narrow: float, verdict: str) -> None:
         ]
     )
     assert study_verdicts.pack(figures).startswith(verdict)
+
+
+def test_the_verdict_on_triton_names_where_it_is_faster() -> None:
+    shape = {"rows": 4096, "op": "rms_norm", "dtype": "float16"}
+    names = ("ours", "triton row", "triton tiled", "torch")
+    rows = [
+        {**shape, "hidden_size": hidden_size, "impl": name, "us": us, "ratio": 5.0 / us}
+        for hidden_size, times in ((512, (10.0, 9.0, 12.0, 20.0)), (1024, (10.0, 10.0, 11.0, 12.0)))
+        for name, us in zip(names, times, strict=True)
+    ]
+    text = study_verdicts.triton(Figures(triton=rows))
+    assert "the whole row 0.50 to 0.56, tiled 0.42 to 0.45, torch 0.25 to 0.42" in text
+    assert text.endswith("the whole row at rms_norm 4096x512 float16 (1.11 times its time).")
+
+
+def test_the_premise_about_the_cache_is_shown_by_hits() -> None:
+    counted = [{"op": "rms_norm", "impl": "f16x8_f32", "l1_hit_percent": 75.0}]
+    assert "75 % L1 hits of `f16x8_f32`" in study_verdicts.dlcm(Figures(counters=counted))
+
+
+def test_kernels_are_measured_against_the_plain_one() -> None:
+    figures = Figures(
+        rows=[
+            timed(op, impl, case, us)
+            for op, impl, case, us in (
+                ("rms_norm", "f16x8_pack_f32", "4096x512", 10.0),
+                ("rms_norm", "f16x8_pack_f32", "4096x1024", 20.0),
+                ("rms_norm", "f16x8_tree", "4096x512", 11.0),
+                ("rms_norm", "f16x8_tree", "4096x1024", 21.0),
+            )
+        ]
+    )
+    assert study_verdicts.kernels(figures).endswith("rms_norm: `f16x8_tree` 1.05 to 1.10.")
 
 
 def test_the_overflow_verdict_names_who_was_wrong() -> None:
