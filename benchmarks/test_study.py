@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -76,20 +76,37 @@ def _fastest_copy(candidates: dict[tuple[str, str], Any], placements: int) -> st
     return min(times, key=lambda name: min(times[name]))
 
 
-@pytest.mark.benchmark(timer=device_seconds)
-@pytest.mark.parametrize(("case", "dtype", "op", "name"), list(_parameters()))
-def test_study(benchmark: Any, case: _study.Case, dtype: str, op: str, name: str) -> None:
-    import cupy
+class Candidate(NamedTuple):
+    """What is timed."""
 
+    impl: str
+    call: Any  # runs on placement i
+    placements: int
+    nbytes: int
+
+
+@pytest.fixture
+def candidate(case: _study.Case, dtype: str, op: str, name: str) -> Candidate:
+    """Skips what does not run here: pytest-benchmark warns of its fixture where it is not used."""
     placements, nbytes, candidates = _candidates(case, dtype)
     if name == "copy":
         name = _fastest_copy(candidates, placements)
     if (op, name) not in candidates:
         pytest.skip(f"{name} does not run here: the GPU is too old for it, or torch is missing")
+    return Candidate(name, candidates[op, name], placements, nbytes)
+
+
+@pytest.mark.benchmark(timer=device_seconds)
+@pytest.mark.parametrize(("case", "dtype", "op", "name"), list(_parameters()))
+def test_study(
+    candidate: Candidate, benchmark: Any, case: _study.Case, dtype: str, op: str, name: str
+) -> None:
+    import cupy
+
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        graph, launches = _bench._graph(candidates[op, name], placements, stream)
+        graph, launches = _bench._graph(candidate.call, candidate.placements, stream)
 
         def replay() -> None:
             global _clock
@@ -97,13 +114,15 @@ def test_study(benchmark: Any, case: _study.Case, dtype: str, op: str, name: str
 
         benchmark.group = f"{case.name} {dtype} {op}"
         benchmark.pedantic(replay, rounds=ROUNDS, iterations=1, warmup_rounds=2)
+    if benchmark.stats is None:  # --benchmark-disable
+        return
     seconds = benchmark.stats.stats.median
     benchmark.extra_info |= {
-        "impl": name,
+        "impl": candidate.impl,
         "rows": case.rows,
         "hidden_size": case.hidden_size,
         "itemsize": DTYPES[dtype].itemsize,
-        "bytes": nbytes,
-        "gb_per_second": nbytes / seconds / 1e9,
+        "bytes": candidate.nbytes,
+        "gb_per_second": candidate.nbytes / seconds / 1e9,
         "launches": launches,
     }

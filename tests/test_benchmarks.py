@@ -6,7 +6,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -653,3 +656,68 @@ def test_bars_of_qk_norm_and_masks() -> None:
     assert not found[f"{small} one launch"].holds
     assert not found[f"{mask} valid_rows"].holds
     assert len(found) == 3
+
+
+# The study under pytest-benchmark -------------------------------------------------------------
+
+FAKE_GPU = """
+import contextlib
+from types import SimpleNamespace
+
+import cupy
+
+from cupy_rmsnorm import _bench, _info
+
+_info.available = lambda: (True, "")
+cupy.cuda.Stream = lambda non_blocking: contextlib.nullcontext()
+cupy.cuda.Device = lambda: SimpleNamespace(synchronize=lambda: None)
+_bench._graph = lambda call, placements, stream: (call, 4)
+_bench._replay = lambda graph, stream: graph(0)
+
+
+def pytest_collection_modifyitems(items):
+    calls = {("rms_norm", "f32"): lambda i: 16e-6, ("rms_norm", "f32x4"): lambda i: 8e-6}
+    items[0].module._candidates = lambda case, dtype: (2, 4096 * 512 * 8, calls)
+"""
+
+
+def run_study(folder: Path, *options: str) -> str:
+    """pytest on one group of the study, of which two kernels run on a GPU that is not there."""
+    (folder / "fake_gpu.py").write_text(FAKE_GPU)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "fake_gpu", "-p", "no:cacheprovider"),
+            *("benchmarks/test_study.py", f"--benchmark-storage=file://{folder / 'stored'}"),
+            *("-k", "4096x512-float32-rms_norm"),
+            *options,
+        ],
+        cwd=ROOT,
+        env={**clean, "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT)))},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_study_under_pytest_benchmark(tmp_path: Path) -> None:
+    """Seconds of one launch, a group a case, bytes and GB/s; what does not run is skipped."""
+    pytest.importorskip("cupy")
+    pytest.importorskip("pytest_benchmark")
+    written = tmp_path / "study.json"
+    kept = run_study(tmp_path, "--benchmark-autosave", f"--benchmark-json={written}")
+    assert "2 passed, 12 skipped" in kept
+    found = {
+        row["extra_info"]["impl"]: row for row in json.loads(written.read_text())["benchmarks"]
+    }
+    assert set(found) == {"f32", "f32x4"}
+    for name, seconds in (("f32", 4e-6), ("f32x4", 2e-6)):
+        row = found[name]
+        assert row["stats"]["median"] == pytest.approx(seconds)
+        assert row["group"] == "4096x512 float32 rms_norm"
+        assert row["extra_info"]["bytes"] == 4096 * 512 * 8
+        assert row["extra_info"]["gb_per_second"] == pytest.approx(4096 * 512 * 8 / seconds / 1e9)
+    compared = run_study(tmp_path, "--benchmark-compare", "--benchmark-compare-fail=median:5%")
+    assert compared.count("(NOW)") == 2
+    assert "2 passed" in run_study(tmp_path, "--benchmark-disable")
