@@ -232,10 +232,10 @@ def load_plans(path: str | os.PathLike[str] | None) -> None:
 
     Nothing else reads such a file. Calls from now on take its plans where it has one for their
     function, hidden size and dtypes, on every device of the file's model; CUDA graphs keep what
-    they captured. A plan decides the order of a row's sum: results may differ in bits from those
-    without the file, within the same bounds, and depend as little on the batch, the alignment or
-    the strides. Their kernels are compiled at first calls, or by `warmup` after this. `info` says
-    which file is loaded, and its hash.
+    they captured. A plan decides the order of a row's sum, not where a result is rounded: bits may
+    differ from those without the file, within the same bounds, and depend as little on the batch,
+    the alignment or the strides. Their kernels are compiled at first calls, or by `warmup` after
+    this. `info` says which file is loaded, and its hash.
 
     Parameters
     ----------

@@ -53,6 +53,8 @@ def record(kind: type[Any], **arguments: Any) -> Any:
         "eps": 1e-6,
         "cast": "once",
         "per_head": False,
+        "groups": 1,
+        "mask_rows": 1,
         "masked": "zero",
     } | arguments
     names = (field.name for field in dataclasses.fields(kind))
