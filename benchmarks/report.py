@@ -175,7 +175,11 @@ def block_odd(results: Results) -> str:
 def block_options(results: Results) -> str:
     """What options cost, over the plain call of the same race."""
     races = by_shape(results.compare.get("rows", []), case="plain")
-    races = {shape: cases for shape, cases in races.items() if shape.dtype == "bfloat16"}
+    races = {
+        shape: cases
+        for shape, cases in races.items()
+        if shape.dtype == "bfloat16" and "plain" in cases
+    }
     names = list(dict.fromkeys(name for cases in races.values() for name in cases))
     names = [name for name in names if name not in ("copy", "plain")]
     lines = [
@@ -184,9 +188,20 @@ def block_options(results: Results) -> str:
             *(f"{cases[n]['us'] / cases['plain']['us']:.3f}" if n in cases else "" for n in names),
         ]
         for shape, cases in races.items()
-        if "plain" in cases
     ]
     return _table(("time over the plain call's", *names), lines)
+
+
+def block_rows(results: Results) -> str:
+    """q and k in place, and masked rows, over the bytes that they must move."""
+    lines = [
+        [f"`{row['op']}` {row['case']}", _place(shape), f"{row['us']:.2f}", f"{row['ratio']:.2f}"]
+        for shape, cases in by_shape(results.compare.get("rows", []), case="plain").items()
+        if "plain" not in cases
+        for row in cases.values()
+        if row["impl"] == "ours"
+    ]
+    return _table(("case", "rows computed", "us", "of the copy's speed"), lines)
 
 
 def block_backward(results: Results) -> str:
