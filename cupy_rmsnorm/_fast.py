@@ -32,7 +32,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from . import _device, _kernel
+from . import _device, _overlap
 from ._call import Array, Forward
 from ._dtypes import TABLE, numpy_dtype
 
@@ -114,6 +114,9 @@ class Library:
 class Entry:
     """One launch, ready but for addresses and stream."""
 
+    kernel = "norm_forward"  # or another with the same arguments
+    addresses: tuple[str, ...] = _ADDRESSES
+
     def __init__(self, library: Library, call: Forward, launched: Launched, epoch: int) -> None:
         self.epoch = epoch
         self._function = launched.function  # keeps the function behind its handle loaded
@@ -125,7 +128,8 @@ class Entry:
             *(launched.block, 1, 1),
             launched.shared_bytes,
         )
-        self._places = _places(TABLE[call.x.dtype].accumulation or "")
+        accumulation = TABLE[call.x.dtype].accumulation or ""
+        self._places = _places(self.kernel, accumulation, self.addresses)
         self._library = library
         self._device = call.x.device.index
         self.y_dtype = library.dtype(call.y.dtype)
@@ -135,11 +139,11 @@ class Entry:
         self._row_shape = call.row_shape
         self._mean_dtype = library.dtype(call.mean.dtype) if call.mean else None
         self._rstd_dtype = library.dtype(call.rstd.dtype) if call.rstd else None
-        self._x_bytes = _nbytes(call.x)
-        self._y_bytes = _nbytes(call.y)
-        self._residual_bytes = _nbytes(call.residual)
-        self._weight_bytes = _nbytes(call.weight)
-        self._bias_bytes = _nbytes(call.bias)
+        self._x_bytes = reach(call.x)
+        self._y_bytes = reach(call.y)
+        self._residual_bytes = reach(call.residual)
+        self._weight_bytes = reach(call.weight)
+        self._bias_bytes = reach(call.bias)
         residual_dtype = call.residual.dtype if call.residual else None
         self._y_may_be_x = call.y.dtype == call.x.dtype
         self._y_may_be_residual = call.y.dtype == residual_dtype
@@ -211,7 +215,7 @@ class Entry:
         return y, sums, mean, rstd
 
     def _bind(self, stream: int, at: tuple[int, ...]) -> Launch:
-        """The launch with these addresses, in the order of _ADDRESSES."""
+        """The launch with these addresses, in the order of `addresses`."""
         buffer, address = self.new_buffer()
         for place, value in zip(self._places, at, strict=True):
             ADDRESS.pack_into(buffer, place, value)
@@ -271,13 +275,16 @@ class Kept(dict[Hashable, Entry]):
 
 
 @functools.cache
-def _places(accumulation: str) -> tuple[int, ...]:
-    """Where a buffer has the addresses."""
-    return tuple(8 + _kernel.offset("norm_forward", accumulation, name) for name in _ADDRESSES)
+def _places(kernel: str, accumulation: str, names: tuple[str, ...]) -> tuple[int, ...]:
+    """Where a buffer has these arguments."""
+    from . import _kernel  # here, since it is half of what an import of the package would cost
+
+    return tuple(8 + _kernel.offset(kernel, accumulation, name) for name in names)
 
 
-def _nbytes(array: Array | float | None) -> int:
-    return array.size * TABLE[array.dtype].itemsize if isinstance(array, Array) else 0
+def reach(array: Array | float | None) -> int:
+    """Bytes from the first element to the end of the last one; 0 where there is no array."""
+    return _overlap.reach(array) if isinstance(array, Array) else 0
 
 
 libraries: dict[type, Library] = {}  # by the type of x

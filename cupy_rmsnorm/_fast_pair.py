@@ -7,35 +7,26 @@ given output is apart from them if it lies where it did in the call that the gen
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
-from . import _device, _fast, _kernel
-from ._call import Array, Forward
-from ._dtypes import TABLE
-from ._fast import ADDRESS, ALIGNMENT, LIMIT, Entry, Kept, Launch, Launches, Library
+from . import _device, _fast
+from ._call import Forward
+from ._fast import ALIGNMENT, LIMIT, Entry, Kept, Launch, Launches, Library, reach
 
 if TYPE_CHECKING:
     from ._kernel import Launched
-
-_ADDRESSES = ("q.x", "k.x", "q.weight", "k.weight", "q.y", "k.y")
 
 
 def _distances(q: int, k: int, q_out: int, k_out: int) -> tuple[int, int, int]:
     return k - q, q_out and q_out - q, k_out and k_out - k
 
 
-def _reach(array: Array | float) -> int:
-    """Bytes from the first element to the end of the last one."""
-    if not isinstance(array, Array):
-        return 0
-    steps = sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True))
-    return (steps + 1) * TABLE[array.dtype].itemsize
-
-
 class PairEntry(Entry):
     """One launch of both halves, ready but for addresses and stream."""
+
+    kernel = "norm_forward_pair"
+    addresses = ("q.x", "k.x", "q.weight", "k.weight", "q.y", "k.y")
 
     def __init__(
         self,
@@ -48,20 +39,13 @@ class PairEntry(Entry):
     ) -> None:
         super().__init__(library, q, launched, epoch)
         self.launches: Launches = {}  # by stream and addresses
-        accumulation = TABLE[q.x.dtype].accumulation or ""
-        self._places = tuple(  # in a buffer, where the list of parameters comes first
-            8 + _kernel.offset("norm_forward_pair", accumulation, name) for name in _ADDRESSES
-        )
         self._before = _distances(q.x.pointer, k.x.pointer, *outputs)
-        self._q, self._k, self._q_out, self._k_out = map(_reach, (q.x, k.x, q.y, k.y))
-        self._q_weight, self._k_weight = _reach(q.weight), _reach(k.weight)
+        self._q, self._k, self._q_out, self._k_out = map(reach, (q.x, k.x, q.y, k.y))
+        self._q_weight, self._k_weight = reach(q.weight), reach(k.weight)
 
     def bind(self, stream: int, at: tuple[int, ...]) -> Launch:
-        """The launch with these addresses, in the order of _ADDRESSES; it is kept."""
-        buffer, address = self.new_buffer()
-        for place, value in zip(self._places, at, strict=True):
-            ADDRESS.pack_into(buffer, place, value)
-        found = functools.partial(self._launch, stream, address, 0), buffer
+        """The launch with these addresses, in the order of `addresses`; it is kept."""
+        found = self._bind(stream, at)
         if len(self.launches) >= LIMIT:
             self.launches.clear()
         self.launches[stream, at] = found

@@ -34,6 +34,12 @@ def overlap(a: Array, b: Array) -> bool:
     return not any(_apart_modulo(a, b, period) for period in _periods(a) | _periods(b))
 
 
+def reach(array: Array) -> int:
+    """Bytes between the lowest and the end of the highest element."""
+    low, high = _span(array, 0)
+    return high - low
+
+
 def repeats(array: Array) -> bool:
     """Whether an axis of `array` has stride 0, as in a broadcast view."""
     return array.size > 0 and any(size > 1 and stride == 0 for size, stride in _axes(array))
