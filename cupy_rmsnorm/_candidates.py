@@ -13,7 +13,15 @@ from collections.abc import Iterator
 from . import _plan, _plan_backward
 from ._call import Norm
 from ._dtypes import TABLE
-from ._plan import WARP, Plan, choose_plan, shared_limit, vector_size
+from ._plan import (
+    WARP,
+    Plan,
+    choose_plan,
+    row_itemsize,
+    shared_limit,
+    vector_size,
+    whole_warps,
+)
 from ._plan_backward import choose_backward_plan, ring_limit
 
 # Vectors a thread: of rows in registers, of rows of which backward sums dweight in registers too.
@@ -47,8 +55,7 @@ def forward_candidates(
     """Every plan of a forward row that makes sense, the library's own first."""
     own = choose_plan(norm, hidden_size, x_dtype, residual_dtype, arch)
     itemsize = TABLE[x_dtype].itemsize
-    staged_itemsize = itemsize + (TABLE[residual_dtype].itemsize if residual_dtype else 0)
-    plans = [own, *_held(hidden_size, itemsize), *_staged(hidden_size, itemsize, staged_itemsize)]
+    plans = [own, *_held(hidden_size, itemsize), *_staged(hidden_size, itemsize)]
     if own.kernel == "norm_forward_streamed":
         plans += _streamed(own)
     row = (hidden_size, x_dtype, residual_dtype, arch)
@@ -74,7 +81,7 @@ def _held(hidden_size: int, itemsize: int) -> Iterator[Plan]:
     if hidden_size * itemsize > _plan.REGISTER_ROW_BYTES:
         return
     for aim in HELD_VECS:
-        threads = _whole_warps(-(-packs // aim))
+        threads = whole_warps(-(-packs // aim))
         vecs = -(-packs // threads)
         if vecs > 1 and threads < 4:
             continue
@@ -85,7 +92,7 @@ def _held(hidden_size: int, itemsize: int) -> Iterator[Plan]:
             yield Plan("norm_forward", vec_size, vecs, threads, early_weight=False)
 
 
-def _staged(hidden_size: int, itemsize: int, staged_itemsize: int) -> Iterator[Plan]:
+def _staged(hidden_size: int, itemsize: int) -> Iterator[Plan]:
     """Rows in the shared memory of a block or a cluster."""
     vec_size = vector_size(hidden_size, itemsize)
     if hidden_size * itemsize < STAGED_ROW_BYTES or vec_size == 1:
@@ -114,7 +121,7 @@ def _summed(norm: Norm, hidden_size: int, itemsize: int) -> Iterator[Plan]:
         if cluster_size > 1 and (hidden_size <= BLOCK_ROW or share * vec_size < CLUSTER_SHARE):
             continue
         for aim in BACKWARD_VECS:
-            threads = _whole_warps(-(-share // aim))
+            threads = whole_warps(-(-share // aim))
             vecs = -(-share // threads)
             row_words = vecs * vec_size * words_of_element
             words = row_words * (2 if norm == "layer" else 1)  # dweight, and dbias
@@ -127,12 +134,6 @@ def _summed(norm: Norm, hidden_size: int, itemsize: int) -> Iterator[Plan]:
             if threads < FEW_THREADS and (cluster_size > 1 or hidden_size > FEW_THREADS_ROW):
                 continue
             yield Plan("norm_backward", vec_size, vecs, threads, cluster_size)
-
-
-def _whole_warps(threads: int) -> int:
-    if threads <= WARP:
-        return 1 << (threads - 1).bit_length()
-    return -(-threads // WARP) * WARP
 
 
 # Why a plan cannot run ----------------------------------------------------------------------------
@@ -152,8 +153,7 @@ def forward_fault(
         if held > _plan.MAX_HELD_ELEMENTS:
             return f"a thread holds at most {_plan.MAX_HELD_ELEMENTS} elements, not {held}"
     if plan.kernel == "norm_forward_staged":
-        staged = itemsize + (TABLE[residual_dtype].itemsize if residual_dtype else 0)
-        needed = _held_by_a_block(plan) * staged
+        needed = _held_by_a_block(plan) * row_itemsize(x_dtype, residual_dtype)
         if needed > shared_limit(arch):
             return f"a block has {shared_limit(arch)} bytes of shared memory, it needs {needed}"
     return ""
@@ -183,7 +183,7 @@ def _fault(plan: Plan, kernels: tuple[str, ...], hidden_size: int, itemsize: int
         return f"vec_size must be {wide}, got {plan.vec_size}"
     if not 1 <= threads <= _plan.MAX_THREADS:
         return f"threads_per_row must be 1 to {_plan.MAX_THREADS}, got {threads}"
-    if threads != _whole_warps(threads):
+    if threads != whole_warps(threads):
         return f"threads_per_row must be a power of two up to 32 or whole warps, got {threads}"
     if plan.cluster_size not in CLUSTER_SIZES:
         return f"cluster_size must be one of {CLUSTER_SIZES}, got {plan.cluster_size}"

@@ -21,6 +21,7 @@ from ._plan import (
     choose_pair_launch,
     choose_plan,
     loads_weight_early,
+    row_itemsize,
 )
 
 _MASKS = {None: "ALL_ROWS", "keep": "KEEP_OTHERS", "zero": "ZERO_OTHERS"}
@@ -65,7 +66,7 @@ class ForwardKind:
     @property
     def staged_itemsize(self) -> int:
         """Bytes that one element of a row takes where the row is held as it came."""
-        return TABLE[self.x].itemsize + (TABLE[self.residual].itemsize if self.residual else 0)
+        return row_itemsize(self.x, self.residual)
 
     @property
     def parameter_itemsize(self) -> int:

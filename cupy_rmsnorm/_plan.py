@@ -106,6 +106,18 @@ def vector_size(hidden_size: int, itemsize: int) -> int:
     return size
 
 
+def row_itemsize(x_dtype: str, residual_dtype: str | None) -> int:
+    """Bytes that one element of a row takes where the row is held as it came."""
+    return TABLE[x_dtype].itemsize + (TABLE[residual_dtype].itemsize if residual_dtype else 0)
+
+
+def whole_warps(threads: int) -> int:
+    """`threads` rounded up: to what divides a warp, or to whole warps."""
+    if threads <= WARP:
+        return 1 << (threads - 1).bit_length()
+    return -(-threads // WARP) * WARP
+
+
 def choose_plan(
     norm: Norm, hidden_size: int, x_dtype: str, residual_dtype: str | None, arch: int
 ) -> Plan:
@@ -118,8 +130,7 @@ def choose_plan(
         if norm == "layer" and itemsize > 2:
             table = "wide layer"
         return _register_plan(table, packs, vec_size, narrow=vec_size * itemsize < VECTOR_BYTES)
-    staged_itemsize = itemsize + (TABLE[residual_dtype].itemsize if residual_dtype else 0)
-    staged = _staged_plan(packs, vec_size, staged_itemsize, arch)
+    staged = _staged_plan(packs, vec_size, row_itemsize(x_dtype, residual_dtype), arch)
     if staged is not None:
         return staged
     cluster_size = MAX_CLUSTER_SIZE if arch >= 90 else 1
@@ -134,9 +145,7 @@ def _register_plan(table: str, packs: int, vec_size: int, narrow: bool) -> Plan:
         # A row that fills its warps to the last pack needs no test of where it ends.
         near = (vecs for vecs in (aim, aim + 1, aim - 1) if vecs * vec_size <= MAX_HELD_ELEMENTS)
         aim = next((vecs for vecs in near if vecs and packs % (WARP * vecs) == 0), aim)
-    threads = -(-packs // aim)
-    threads = _ceil_power_of_two(threads) if threads <= WARP else _round_up(threads, WARP)
-    threads = min(threads, MAX_THREADS)
+    threads = min(whole_warps(-(-packs // aim)), MAX_THREADS)
     vecs_per_thread = -(-packs // threads)
     assert vecs_per_thread * vec_size <= MAX_HELD_ELEMENTS
     return Plan("norm_forward", vec_size, vecs_per_thread, threads)
@@ -206,11 +215,3 @@ def choose_pair_launch(plan: Plan, q_rows: int, k_rows: int, sm_count: int) -> P
         together.few_rows,
         q_blocks,
     )
-
-
-def _ceil_power_of_two(value: int) -> int:
-    return 1 << (value - 1).bit_length()
-
-
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step
