@@ -67,7 +67,7 @@ def normalize(
                     return done[0]  # type: ignore[no-any-return]
     return normalize_anew(
         function, norm, x, weight, bias, options, where, valid_rows, out, out_dtype, kept
-    )
+    ).y
 
 
 def normalize_anew(
@@ -82,18 +82,19 @@ def normalize_anew(
     out: ArrayT | None,
     out_dtype: object,
     kept: _fast.Kept | None,
-) -> ArrayT:
-    """Run rms_norm or layer_norm where the short road did not."""
+    *,
+    residual: object = None,
+    residual_out: ArrayT | None = None,
+    adds: bool = False,
+) -> _run.Outputs[ArrayT]:
+    """Run a function without statistics where the short road did not."""
+    given = x, weight, bias, options, where, valid_rows, out, out_dtype
     if traced(x):
-        return _operator(  # type: ignore[no-any-return]
-            function, x, weight, bias, options, where, valid_rows, out, out_dtype
-        ).y
-    if _recorded(x, weight, bias):
+        return _operator(function, *given, residual=residual, residual_out=residual_out)
+    if _recorded(x, residual, weight, bias):
         from . import _torch_autograd
 
-        return _torch_autograd.normalize(  # type: ignore[no-any-return]
-            function, norm, x, weight, bias, options, where, valid_rows, out, out_dtype
-        )
+        return _torch_autograd.normalize(function, norm, *given, residual, residual_out)
     return _run.forward(
         function,
         norm,
@@ -105,8 +106,11 @@ def normalize_anew(
         valid_rows=valid_rows,
         out=out,
         out_dtype=out_dtype,
+        residual=residual,
+        residual_out=residual_out,
+        adds=adds,
         kept=kept,
-    ).y
+    )
 
 
 def add_normalize(
@@ -135,53 +139,21 @@ def add_normalize(
                 done = library.road(kept, x, residual, weight, bias, out, residual_out)
                 if done is not None:
                     return done[0], done[1]
-    if traced(x):
-        outputs = _operator(
-            function,
-            x,
-            weight,
-            bias,
-            options,
-            where,
-            valid_rows,
-            out,
-            out_dtype,
-            residual=residual,
-            residual_out=residual_out,
-        )
-        return outputs.y, outputs.residual_out
-    if _recorded(x, residual, weight, bias):
-        from . import _torch_autograd
-
-        return _torch_autograd.add_normalize(  # type: ignore[no-any-return]
-            function,
-            norm,
-            x,
-            residual,
-            weight,
-            bias,
-            options,
-            where,
-            valid_rows,
-            out,
-            out_dtype,
-            residual_out,
-        )
-    outputs = _run.forward(
+    outputs = normalize_anew(
         function,
         norm,
         x,
         weight,
         bias,
         options,
-        where=where,
-        valid_rows=valid_rows,
-        out=out,
-        out_dtype=out_dtype,
+        where,
+        valid_rows,
+        out,
+        out_dtype,
+        kept,
         residual=residual,
         residual_out=residual_out,
         adds=True,
-        kept=kept,
     )
     return outputs.y, outputs.residual_out
 

@@ -77,7 +77,7 @@ class BoundNorm:
             out,
             self._out_dtype,
             self._kept,
-        )
+        ).y
 
     def _find_short(self, library: _fast.Library, cls: type) -> _fast.Short:
         assert self._kept is not None

@@ -27,29 +27,10 @@ def normalize(
     valid_rows: Any,
     out: Any,
     out_dtype: Any,
-) -> Any:
-    """Run rms_norm or layer_norm."""
-    refuse_unrecorded(
-        {"x": x, "weight": weight, "bias": bias}, options, where, valid_rows, {"out": out}
-    )
-    return _Norm.apply(x, None, weight, bias, function, norm, options, where, valid_rows, out_dtype)
-
-
-def add_normalize(
-    function: str,
-    norm: Norm,
-    x: Any,
     residual: Any,
-    weight: Any,
-    bias: Any,
-    options: _run.Values,
-    where: Any,
-    valid_rows: Any,
-    out: Any,
-    out_dtype: Any,
     residual_out: Any,
-) -> Any:
-    """Run add_rms_norm or add_layer_norm."""
+) -> _run.Outputs[Any]:
+    """Run rms_norm or layer_norm, or one of their add_* forms."""
     refuse_unrecorded(
         {"x": x, "residual": residual, "weight": weight, "bias": bias},
         options,
@@ -57,9 +38,11 @@ def add_normalize(
         valid_rows,
         {"out": out, "residual_out": residual_out},
     )
-    return _Norm.apply(
+    made = _Norm.apply(
         x, residual, weight, bias, function, norm, options, where, valid_rows, out_dtype
     )
+    y, sums = made if isinstance(made, tuple) else (made, None)
+    return _run.Outputs(y, sums, None, None)
 
 
 def qk_norm(
@@ -92,10 +75,10 @@ def refuse_unrecorded(
     outputs: dict[str, Any],
 ) -> None:
     """Refuse what a node cannot do: write into the caller's arrays, or leave rows untouched."""
-    recorded = next(name for name, value in inputs.items() if _requires_grad(value))
+    recorded = next(name for name, value in inputs.items() if requires_grad(value))
     for name, value in outputs.items():
         if value is not None:
-            if _requires_grad(value):
+            if requires_grad(value):
                 _refuse.output_needs_gradient(name)
             _refuse.output_while_recorded(name, recorded)
     masked = where is not None or valid_rows is not None
@@ -103,7 +86,8 @@ def refuse_unrecorded(
         _refuse.kept_rows_while_recorded(recorded)
 
 
-def _requires_grad(value: Any) -> bool:
+def requires_grad(value: Any) -> bool:
+    """Whether autograd would follow it, were it asked to."""
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
@@ -181,7 +165,7 @@ class _Norm(_Node):
         if not ctx.needs_input_grad[3]:
             bias = None
         inputs = weight, bias, where, valid_rows
-        tensors = map(_tensor, inputs)
+        tensors = map(tensor_or_none, inputs)
         ctx.others = tuple(map(_other, inputs))
         row = outputs.residual_out if adds else x
         ctx.save_for_backward(row, outputs.mean, outputs.rstd, *tensors)
@@ -256,7 +240,7 @@ class _QKNorm(_Node):
     ) -> Any:
         outputs = _run.qk_forward(q, k, q_weight, k_weight, eps, weight_offset, cast, None, None)
         ctx.q_constant, ctx.k_constant = _other(q_weight), _other(k_weight)
-        ctx.save_for_backward(q, k, _tensor(q_weight), _tensor(k_weight))
+        ctx.save_for_backward(q, k, tensor_or_none(q_weight), tensor_or_none(k_weight))
         ctx.set_materialize_grads(False)
         ctx.options = eps, weight_offset, cast
         return outputs
@@ -307,7 +291,8 @@ def _half(
     return gradients.dx, gradients.dweight
 
 
-def _tensor(value: Any) -> Any:
+def tensor_or_none(value: Any) -> Any:
+    """A parameter that is a tensor."""
     return value if isinstance(value, torch.Tensor) else None
 
 

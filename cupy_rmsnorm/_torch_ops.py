@@ -18,7 +18,7 @@ from . import _refuse, _run
 from ._border import dtype_name
 from ._call import Norm
 from ._check import Options, keep_needs
-from ._torch_autograd import refuse_unrecorded
+from ._torch_autograd import refuse_unrecorded, requires_grad, tensor_or_none
 
 
 class Kind(NamedTuple):
@@ -110,8 +110,8 @@ def forward(
     arguments = (
         x,
         residual,
-        _tensor(weight),
-        _tensor(bias),
+        tensor_or_none(weight),
+        tensor_or_none(bias),
         where,
         valid_rows,
         _constant(weight),
@@ -167,8 +167,8 @@ def backward(
         dout,
         dresidual_out,
         x,
-        _tensor(weight),
-        _tensor(bias),
+        tensor_or_none(weight),
+        tensor_or_none(bias),
         mean,
         rstd,
         where,
@@ -208,8 +208,8 @@ def qk_norm(
     arguments = (
         q,
         k,
-        _tensor(q_weight),
-        _tensor(k_weight),
+        tensor_or_none(q_weight),
+        tensor_or_none(k_weight),
         _constant(q_weight),
         _constant(k_weight),
         eps,
@@ -244,28 +244,20 @@ def _written(name: str, gradient: Any, out: Any) -> Any:
     return out.copy_(gradient)
 
 
-def _requires_grad(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
-
-
 def _recorded(inputs: dict[str, Any]) -> bool:
-    return torch.is_grad_enabled() and any(map(_requires_grad, inputs.values()))
+    return torch.is_grad_enabled() and any(map(requires_grad, inputs.values()))
 
 
 def _refuse_recorded(inputs: dict[str, Any]) -> None:
     for name, value in inputs.items():
-        if _requires_grad(value):
+        if requires_grad(value):
             _refuse.needs_gradient(name)
 
 
 def _refuse_outputs_with_gradients(outputs: dict[str, Any]) -> None:
     for name, value in outputs.items():
-        if _requires_grad(value):
+        if requires_grad(value):
             _refuse.output_needs_gradient(name)
-
-
-def _tensor(value: Any) -> Any:
-    return value if isinstance(value, torch.Tensor) else None
 
 
 def _constant(value: Any) -> Any:
