@@ -18,11 +18,17 @@ ArrayT = TypeVar("ArrayT")
 
 
 def traced(x: object) -> bool:
-    """Whether torch traces this call. Every call asks: where nothing traces it is one look-up."""
-    if "torch._dynamo" not in sys.modules:
+    """Whether torch traces this call.
+
+    It is asked within what is traced, where looking torch up in `sys.modules` has dynamo describe
+    every module there, and fail where that imports another.
+    """
+    if not any(cls.__module__ == "torch" and cls.__name__ == "Tensor" for cls in type(x).__mro__):
         return False
-    compiler: Any = sys.modules["torch.compiler"]
-    return compiler.is_compiling() and isinstance(x, sys.modules["torch"].Tensor)
+    import torch
+
+    compiling: bool = torch.compiler.is_compiling()
+    return compiling
 
 
 def _recorded(x: object, *others: object) -> bool:
