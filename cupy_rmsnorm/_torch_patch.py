@@ -27,9 +27,9 @@ FLOAT32 = torch.float32
 class Replacement:
     """What stands in a forward's place. `forward` names its argument as the one that it replaces.
 
-    The weight is looked up at each call, since training, `load_state_dict` and `to` may replace it;
-    in `_parameters`, which takes a tenth of the time of ``module.weight``. A weight that is not
-    there is a parametrised one, or None.
+    Parameters are looked up at each call, since training, `load_state_dict` and `to` may replace
+    them; in `_parameters`, which takes a tenth of the time of ``module.weight``. One that is not
+    there is parametrised, or None.
     """
 
     __slots__ = ("eps", "module")
@@ -39,6 +39,11 @@ class Replacement:
         self.module = module
         self.eps = eps
 
+    def weight(self) -> Any:
+        """The module's, as it is now."""
+        weight = self.module._parameters.get("weight")
+        return self.module.weight if weight is None else weight
+
 
 class LlamaForward(Replacement):
     """Round to x's dtype, then multiply: ``weight * xhat.to(x.dtype)``."""
@@ -46,9 +51,7 @@ class LlamaForward(Replacement):
     __slots__ = ()
 
     def forward(self, hidden_states: Any) -> Any:
-        weight = self.module._parameters.get("weight")
-        if weight is None:
-            weight = self.module.weight
+        weight = self.weight()
         dtype = hidden_states.dtype
         if weight.dtype is dtype:
             return rms_norm(hidden_states, weight, eps=self.eps, cast="before_weight")
@@ -67,9 +70,7 @@ class T5Forward(Replacement):
     __slots__ = ()
 
     def forward(self, hidden_states: Any) -> Any:
-        weight = self.module._parameters.get("weight")
-        if weight is None:
-            weight = self.module.weight
+        weight = self.weight()
         dtype = weight.dtype
         if hidden_states.dtype is dtype:
             return rms_norm(hidden_states, weight, eps=self.eps, cast="before_weight")
@@ -82,9 +83,7 @@ class OnceForward(Replacement):
     __slots__ = ()
 
     def forward(self, hidden_states: Any) -> Any:
-        weight = self.module._parameters.get("weight")
-        if weight is None:
-            weight = self.module.weight
+        weight = self.weight()
         return rms_norm(hidden_states, weight, eps=self.eps)
 
 
@@ -94,14 +93,12 @@ class GemmaForward(Replacement):
     __slots__ = ()
 
     def forward(self, x: Any) -> Any:
-        weight = self.module._parameters.get("weight")
-        if weight is None:
-            weight = self.module.weight
+        weight = self.weight()
         return rms_norm(x, weight, eps=self.eps, weight_offset=1.0)
 
 
-class TorchRMSForward(Replacement):
-    """torch.nn.RMSNorm, autocast included."""
+class TorchForward(Replacement):
+    """What torch's own norms share."""
 
     __slots__ = ("axis",)
 
@@ -109,31 +106,34 @@ class TorchRMSForward(Replacement):
         super().__init__(module, eps)
         self.axis = axis_of(module.normalized_shape)
 
-    def forward(self, x: Any) -> Any:
-        weight = self.module._parameters.get("weight")
+    def weight_for(self, x: Any) -> Any:
+        """The weight, or None, of which x's shape must be the module's all the same."""
+        weight = self.weight()
         if weight is None:
-            weight = self.module.weight
-            if weight is None:
-                check_shape(x, self.module.normalized_shape)
+            check_shape(x, self.module.normalized_shape)
+        return weight
+
+
+class TorchRMSForward(TorchForward):
+    """torch.nn.RMSNorm, autocast included."""
+
+    __slots__ = ()
+
+    def forward(self, x: Any) -> Any:
+        weight = self.weight_for(x)
         return rms_norm(x, weight, eps=eps_for(self.eps, x), axis=self.axis, out_dtype=_autocast(x))
 
 
-class TorchLayerForward(Replacement):
+class TorchLayerForward(TorchForward):
     """torch.nn.LayerNorm, autocast included."""
 
-    __slots__ = ("axis",)
-
-    def __init__(self, module: Any, eps: Any) -> None:
-        super().__init__(module, eps)
-        self.axis = axis_of(module.normalized_shape)
+    __slots__ = ()
 
     def forward(self, input: Any) -> Any:
-        parameters = self.module._parameters
-        weight, bias = parameters.get("weight"), parameters.get("bias")
-        if weight is None:
-            weight, bias = self.module.weight, self.module.bias
-            if weight is None:
-                check_shape(input, self.module.normalized_shape)
+        weight = self.weight_for(input)
+        bias = self.module._parameters.get("bias")
+        if bias is None:
+            bias = self.module.bias
         return layer_norm(
             input, weight, bias, eps=self.eps, axis=self.axis, out_dtype=_autocast(input)
         )

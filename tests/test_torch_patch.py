@@ -369,6 +369,13 @@ def test_a_new_weight_is_seen(model: Any, x: Any) -> None:
         torch.testing.assert_close(run(model, x), expected)
 
 
+def test_a_parametrised_bias_is_seen(model: Any, x: Any) -> None:
+    torch.nn.utils.parametrize.register_parametrization(model[2], "bias", torch.nn.Softplus())
+    expected = run(model[2], x)
+    patch(model)
+    torch.testing.assert_close(run(model[2], x), expected)
+
+
 def test_a_patched_model_moves_to_another_dtype(model: Any, x: Any) -> None:
     patch(model)
     assert run(model.bfloat16(), x.bfloat16()).dtype is torch.bfloat16
