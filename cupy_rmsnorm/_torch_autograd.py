@@ -100,29 +100,32 @@ class _Node(torch.autograd.Function):  # type: ignore[misc]
 
     @classmethod
     def backward(cls, ctx: Any, *douts: Any) -> Any:
+        saved = ctx.saved_tensors  # once: torch.utils.checkpoint recomputes them for one reading
         with torch.no_grad():
-            gradients = cls.gradients(ctx, *douts)
+            gradients = cls.gradients(ctx, saved, *douts)
         if not torch.is_grad_enabled():
             return gradients
         # With create_graph=True a gradient is differentiated in its turn. torch's
-        # once_differentiable would leave out gradients that no douts with a graph lead to.
+        # once_differentiable would leave out gradients that no douts with a graph lead to, and
+        # would let torch.autograd.grad pass by on its way to an input.
         anchor = torch.empty(0, requires_grad=True)
+        sources = anchor, *saved, *douts
         return tuple(
-            None if gradient is None else _Gradient.apply(anchor, gradient)
+            None if gradient is None else _Gradient.apply(gradient, *sources)
             for gradient in gradients
         )
 
     @staticmethod
-    def gradients(ctx: Any, *douts: Any) -> tuple[Any, ...]:
+    def gradients(ctx: Any, saved: tuple[Any, ...], *douts: Any) -> tuple[Any, ...]:
         """The gradient of each input of forward, or None."""
         raise NotImplementedError
 
 
 class _Gradient(torch.autograd.Function):  # type: ignore[misc]
-    """A gradient that says so where it is differentiated."""
+    """A gradient that says so where it is differentiated, by whichever of its sources."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Any, gradient: Any) -> Any:
+    def forward(ctx: Any, gradient: Any, *sources: Any) -> Any:
         return gradient.detach()
 
     @staticmethod
@@ -176,9 +179,9 @@ class _Norm(_Node):
         return (outputs.y, outputs.residual_out) if adds else outputs.y
 
     @staticmethod
-    def gradients(ctx: Any, *douts: Any) -> tuple[Any, ...]:
+    def gradients(ctx: Any, saved: tuple[Any, ...], *douts: Any) -> tuple[Any, ...]:
         dout, *dresidual_out = douts
-        x, mean, rstd, *tensors = ctx.saved_tensors
+        x, mean, rstd, *tensors = saved
         weight, bias, where, valid_rows = (
             other if tensor is None else tensor
             for tensor, other in zip(tensors, ctx.others, strict=True)
@@ -246,9 +249,9 @@ class _QKNorm(_Node):
         return outputs
 
     @staticmethod
-    def gradients(ctx: Any, *douts: Any) -> tuple[Any, ...]:
+    def gradients(ctx: Any, saved: tuple[Any, ...], *douts: Any) -> tuple[Any, ...]:
         dq_out, dk_out = douts
-        q, k, q_weight, k_weight = ctx.saved_tensors
+        q, k, q_weight, k_weight = saved
         need_dq, need_dk, need_dq_weight, need_dk_weight, *_ = ctx.needs_input_grad
         q_weight = ctx.q_constant if q_weight is None else q_weight
         k_weight = ctx.k_constant if k_weight is None else k_weight

@@ -455,6 +455,29 @@ def test_double_backward_is_refused(function: str) -> None:
 
 
 @pytest.mark.parametrize("function", [*PLAIN, *ADDS, "qk_norm"])
+def test_double_backward_to_an_input_is_refused(function: str) -> None:
+    """torch.autograd.grad goes to the tensors that it is given, and past all that lies aside."""
+    named = inputs(function)
+    loss = total(getattr(norms, function)(**named))
+    first = next(iter(named.values()))
+    (gradient,) = torch.autograd.grad(loss, first, create_graph=True)
+    penalty = gradient.square().sum() + sum(value.square().sum() for value in named.values())
+    for name, value in named.items():
+        if name != "bias":  # which no gradient depends on
+            with pytest.raises(RuntimeError, match=r"differentiable only once$"):
+                torch.autograd.grad(penalty, value, retain_graph=True)
+
+
+def test_checkpointed_norms_take_create_graph() -> None:
+    """A checkpoint gives each saved tensor once."""
+    x = tensor(3, 8)
+    y = torch.utils.checkpoint.checkpoint(norms.rms_norm, x, use_reentrant=False)
+    (gradient,) = torch.autograd.grad(total(y), x, create_graph=True)
+    (expected,) = torch.autograd.grad(total(norms.rms_norm(x)), x)
+    assert torch.equal(gradient, expected)
+
+
+@pytest.mark.parametrize("function", [*PLAIN, *ADDS, "qk_norm"])
 def test_transforms_are_refused(function: str) -> None:
     call, named = getattr(norms, function), inputs(function)
     values, detached = list(named.values()), [value.detach() for value in named.values()]
