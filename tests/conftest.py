@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `backend` fixture: every test that takes it runs on each array library and device."""
+"""Fixtures: a test that takes `backend` runs on each array library and device, one that takes
+`device` on each that torch has.
+"""
 
 from __future__ import annotations
 
@@ -68,6 +70,15 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         yield made
         made.synchronize()
         made.verify()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where the torch tensors of a test lie."""
+    reason = missing(f"torch-{request.param}")
+    if reason is not None:
+        pytest.skip(reason)
+    return str(request.param)
 
 
 @pytest.fixture(autouse=True)

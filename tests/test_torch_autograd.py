@@ -15,7 +15,6 @@ import pytest
 
 import cupy_rmsnorm as norms
 from cupy_rmsnorm import _run
-from tests.backends import missing
 
 torch = pytest.importorskip("torch")
 
@@ -25,15 +24,12 @@ ADDS = ("add_rms_norm", "add_layer_norm")
 TORCHS_OWN = "ignore:`torch.jit.script` is deprecated"  # raised by forward_ad's first use
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], autouse=True)
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
+@pytest.fixture(autouse=True)
+def device(device: str) -> Iterator[str]:
     """Where every tensor of a test lies."""
-    reason = missing(f"torch-{request.param}")
-    if reason is not None:
-        pytest.skip(reason)
     torch.manual_seed(7)
-    with torch.device(request.param):
-        yield request.param
+    with torch.device(device):
+        yield device
 
 
 def tensor(*shape: int, dtype: str = "float32", grad: bool = True) -> Any:

@@ -15,7 +15,6 @@ import pytest
 
 import cupy_rmsnorm as norms
 from cupy_rmsnorm._check import Options
-from tests.backends import missing
 
 torch = pytest.importorskip("torch")
 
@@ -31,16 +30,13 @@ pytestmark = [  # raised within torch
 ]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], autouse=True)
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
+@pytest.fixture(autouse=True)
+def device(device: str) -> Iterator[str]:
     """Where every tensor of a test lies."""
-    reason = missing(f"torch-{request.param}")
-    if reason is not None:
-        pytest.skip(reason)
     torch.manual_seed(7)
     torch._dynamo.reset()
-    with torch.device(request.param):
-        yield request.param
+    with torch.device(device):
+        yield device
     torch._dynamo.reset()
 
 

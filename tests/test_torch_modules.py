@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests import backends, compare, models, oracle
+from tests import compare, models, oracle
 
 torch = pytest.importorskip("torch")
 
@@ -35,14 +35,6 @@ every_kind = pytest.mark.parametrize(
     KINDS,
     ids=lambda value: value.__name__ if inspect.isclass(value) else "-".join(value) or "default",
 )
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    reason = backends.missing(f"torch-{request.param}")
-    if reason is not None:
-        pytest.skip(reason)
-    return str(request.param)
 
 
 def values(*shape: int, seed: int = 0, scale: float = 1.0) -> Any:

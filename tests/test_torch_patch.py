@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from tests import backends, compare, models, oracle
+from tests import compare, models, oracle
 
 torch = pytest.importorskip("torch")
 
@@ -50,14 +50,6 @@ NORMS = {
     "DeepseekV3": Norms("DeepseekV3RMSNorm", 9),
     "T5": Norms("T5LayerNorm", 12),
 }
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    reason = backends.missing(f"torch-{request.param}")
-    if reason is not None:
-        pytest.skip(reason)
-    return str(request.param)
 
 
 def dtypes(*names: str) -> Any:
