@@ -23,6 +23,11 @@ from ._torch_modules import axis_of, check_shape, eps_for
 
 FLOAT32 = torch.float32
 
+# On a GPU autocast returns layer_norm in float32, and rms_norm by some releases of torch only.
+AUTOCASTS_RMS_NORM = torch._C._dispatch_has_kernel_for_dispatch_key(
+    "aten::rms_norm", "AutocastCUDA"
+)
+
 
 class Replacement:
     """What stands in a forward's place. `forward` names its argument as the one that it replaces.
@@ -121,7 +126,8 @@ class TorchRMSForward(TorchForward):
 
     def forward(self, x: Any) -> Any:
         weight = self.weight_for(x)
-        return rms_norm(x, weight, eps=eps_for(self.eps, x), axis=self.axis, out_dtype=_autocast(x))
+        dtype = _out_dtype(x) if AUTOCASTS_RMS_NORM else None
+        return rms_norm(x, weight, eps=eps_for(self.eps, x), axis=self.axis, out_dtype=dtype)
 
 
 class TorchLayerForward(TorchForward):
@@ -135,12 +141,12 @@ class TorchLayerForward(TorchForward):
         if bias is None:
             bias = self.module.bias
         return layer_norm(
-            input, weight, bias, eps=self.eps, axis=self.axis, out_dtype=_autocast(input)
+            input, weight, bias, eps=self.eps, axis=self.axis, out_dtype=_out_dtype(input)
         )
 
 
-def _autocast(x: Any) -> Any:
-    """The dtype in which torch's norms return x because of autocast on the GPU; None: x's own."""
+def _out_dtype(x: Any) -> Any:
+    """The dtype that autocast gives the norm of x on the GPU; None: x's own."""
     if torch.is_autocast_enabled() and x.is_cuda and x.dtype is not torch.float64:
         return FLOAT32
     return None
