@@ -55,11 +55,16 @@ def _spread(array: np.ndarray, most: int) -> np.ndarray:
     return array[:: max(1, -(-len(array) // most))]
 
 
-def checksums(output: str, array: np.ndarray) -> np.ndarray:
-    """One a row; a statistic is a row of its own."""
-    width = 1 if output in STATISTICS else array.shape[-1]
-    rows = _spread(compare.bits(array).reshape(-1, width), ROWS)
-    return np.array([zlib.crc32(np.ascontiguousarray(row)) for row in rows], np.uint32)
+def checksums(results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Of each output one a row: what one statistic belongs to, where there are statistics."""
+    statistics = [results[name].size for name in STATISTICS if name in results]
+
+    def of(array: np.ndarray) -> np.ndarray:
+        rows = statistics[0] if statistics else array.size // array.shape[-1]
+        spread = _spread(compare.bits(array).reshape(rows, array.size // max(1, rows)), ROWS)
+        return np.array([zlib.crc32(np.ascontiguousarray(row)) for row in spread], np.uint32)
+
+    return {output: of(array) for output, array in results.items()}
 
 
 def values(array: np.ndarray) -> np.ndarray:
@@ -92,9 +97,10 @@ def emulate(file: Path, rows: list[Any]) -> None:
     kept: dict[str, np.ndarray] = {}
     for row in rows:
         with emulated():
-            for output, array in _results(row, Emulator()).items():
-                kept[f"{row.name}/{output}/checksums"] = checksums(output, array)
-                kept[f"{row.name}/{output}/values"] = values(array)
+            results = _results(row, Emulator())
+            for output, sums in checksums(results).items():
+                kept[f"{row.name}/{output}/checksums"] = sums
+                kept[f"{row.name}/{output}/values"] = values(results[output])
     np.savez_compressed(file, **kept)  # type: ignore[arg-type]
     print(f"{len(rows)} cases, {file.stat().st_size / 1e6:.1f} MB")
 
@@ -128,8 +134,8 @@ def compare_with(kept: Any, row: Any, backend: Backend, tallies: dict[str, Tally
     """Make a row's call, count how its outputs agree, and name those that had to and do not."""
     got = _results(row, backend)
     same = {
-        output: checksums(output, array) == kept[f"{row.name}/{output}/checksums"]
-        for output, array in got.items()
+        output: sums == kept[f"{row.name}/{output}/checksums"]
+        for output, sums in checksums(got).items()
     }
 
     def count(what: str, same: np.ndarray, ulps: float) -> None:

@@ -618,6 +618,16 @@ def test_a_mutant_is_made_and_killed() -> None:
     assert "wrong mask" in why
 
 
+def test_agreement_counts_a_row_a_group(tmp_path: Path) -> None:
+    row = next(row for row in kernels.FORWARD if row.groups > 1 and not row.mask)
+    file = tmp_path / "kept.npz"
+    agreement.emulate(file, [row])
+    tallies: dict[str, agreement.Tally] = {}
+    with agreement.emulated():
+        assert agreement.compare_with(dict(np.load(file)), row, Emulator(), tallies) == []
+    assert {tally.rows for tally in tallies.values()} == {row.rows * row.groups}
+
+
 def test_agreement_counts_what_differs(tmp_path: Path) -> None:
     row = next(row for row in kernels.FORWARD if row.place == "packs_64" and row.residual)
     file = tmp_path / "kept.npz"
