@@ -75,10 +75,6 @@ SKIP = re.compile(
 
 # (file, changed line) -> verdict and reason of mutants that no row kills.
 EXPLAINED: dict[tuple[str, str], tuple[str, str]] = {
-    ("backward.cuh", "(is_array<R> ? elements + static_cast<int>(sizeof(R)) : 0);"): (
-        "equivalent",
-        "decides only what stays in registers",
-    ),
     ("backward.cuh", "for (long long base = first; base <= elements; base += step) {"): (
         "equivalent",
         "the pass more has no element below the bound that its body checks",
@@ -87,10 +83,6 @@ EXPLAINED: dict[tuple[str, str], tuple[str, str]] = {
         "norm_backward_columns.cu",
         "for (long long position = part; position <= positions; position += arguments.parts) {",
     ): ("equivalent", "row_is_computed refuses the row more"),
-    (
-        "norm_backward_few.cu",
-        "if (NORM == RMS && elements * sizeof(X) < 32 && is_held<X, D, R, W>(elements)) return 2;",
-    ): ("equivalent", "decides only how many blocks share a multiprocessor"),
     (
         "norm_backward_few.cu",
         "for (int element = threadIdx.x; element < packs * VEC_SIZE; element = BLOCK) {",
@@ -144,18 +136,6 @@ CHOICES = {
     "least_blocks": "decides only how many blocks share a multiprocessor",
     "few_blocks": "decides only how many blocks share a multiprocessor",
 }
-EXPLAINED |= dict.fromkeys(
-    (
-        ("backward_rows.cuh", "const int free = stage != 0 ? RING - 1 : stage - 1;"),
-        ("backward_rows.cuh", "const int free = stage == 0 ? RING + 1 : stage - 1;"),
-        ("backward_rows.cuh", "const int free = stage == 0 ? RING - 1 : stage + 1;"),
-        (
-            "backward_rows.cuh",
-            "if (first != part * ROWS_PER_BLOCK) bring_row(free, position + (RING + 1) * step);",
-        ),
-    ),
-    ("survived", "none of the hundred rows goes around a ring of rows that are not held"),
-)
 
 
 @dataclass(frozen=True)
@@ -434,6 +414,7 @@ def main() -> None:
             count = len(list(mutants(file, text)))
             results[file] = run_file(file, arguments.first, arguments.every)
             files[file] = {"sha256": digest, "mutants": count, "tried": len(results[file])}
+            files[file] |= {"first": arguments.first, "every": arguments.every}
             files[file] |= {"commit": arguments.commit}
             _write(arguments.out, files, results)
 
