@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 from . import _kernel, _plan_file
@@ -14,6 +15,7 @@ from ._operands import Operands
 from ._plan import VECTOR_BYTES, Plan
 from ._plan_backward import (
     FEW_COLUMN_PACKS,
+    LIMIT,
     SUM_COLUMNS,
     BackwardLaunch,
     choose_backward_launch,
@@ -117,8 +119,9 @@ class Run:
         self.plan = plan
         self.kind = BackwardKind.of(call)
         self.properties = _kernel.device_properties(call.space.device.index)
+        self.rows, self.hidden_size = call.rows, call.hidden_size
         self.heads = call.row_shape[-1] if call.per_head else 1
-        self.elements = self.heads * call.hidden_size
+        self.elements = self.heads * self.hidden_size
         self.operands = Operands(
             call,
             rows={
@@ -139,17 +142,17 @@ class Run:
             },
             outputs=_OUTPUTS,
         )
-        self.split_rows = call.per_head or self.operands.layout.inner_rows != call.rows
+        self.split_rows = call.per_head or self.operands.layout.inner_rows != self.rows
         self.workspace: list[Array] = []  # kept until everything is enqueued
         self.arguments = self._arguments()
 
     def run(self) -> None:
         call, kind = self.call, self.kind
-        if call.rows == 0:
+        if self.rows == 0:
             self._sum_parts(0)
         else:
             device = call.space.device.index
-            plan = self.plan or backward_plan(kind, call.hidden_size, device)
+            plan = self.plan or backward_plan(kind, self.hidden_size, device)
             if plan.kernel == "norm_backward":
                 self._run_rows(plan)
             else:
@@ -157,10 +160,10 @@ class Run:
         self.operands.finish()
 
     def _run_rows(self, plan: Plan) -> None:
-        call, kind = self.call, self.kind
+        kind = self.kind
         arch, sm_count = self.properties.arch, self.properties.sm_count
         few = choose_few_launch(
-            plan, call.hidden_size, call.rows, kind.staged_itemsize, arch, sm_count
+            plan, self.hidden_size, self.rows, kind.staged_itemsize, arch, sm_count
         )
         # Its blocks read x while others write dx.
         apart = kind.dx is not None and self.arguments["dx"] != self.arguments["x"]
@@ -169,7 +172,7 @@ class Run:
             self._launch(kind, plan, few)
             return
         launch = choose_backward_launch(
-            plan, call.rows, self.heads, kind.staged_itemsize, arch, sm_count
+            plan, self.rows, self.heads, kind.staged_itemsize, arch, sm_count
         )
         self._allocate_parts(launch.parts)
         self._launch(kind, plan, launch)
@@ -177,12 +180,12 @@ class Run:
 
     def _run_streamed(self, plan: Plan) -> None:
         """Statistics, then dweight and dbias, and dx at last: it may lie where x is."""
-        call, kind = self.call, self.kind
-        launch = streamed_launch(plan, call.rows)
+        kind = self.kind
+        launch = streamed_launch(plan, self.rows)
         if kind.sums > 0:
             if not kind.statistics_given:
                 for name in ("mean", "rstd"):
-                    room = self._room(name, (call.rows,), kind.accumulation)
+                    room = self._room(name, (self.rows,), kind.accumulation)
                     self.arguments[f"{name}_out"] = room
                 statistics = dataclasses.replace(kind, dx=None, dresidual_out=None)
                 self._launch(statistics, plan, launch)
@@ -190,7 +193,7 @@ class Run:
                     self.arguments[name] = self.arguments[f"{name}_out"]
                 kind = dataclasses.replace(kind, given_mean=True, given_rstd=True)
             columns = choose_columns_launch(
-                plan, call.hidden_size, call.rows, self.heads, self.properties.sm_count
+                plan, self.hidden_size, self.rows, self.heads, self.properties.sm_count
             )
             self._allocate_parts(columns.parts)
             self._launch(kind, plan, columns)
@@ -201,7 +204,7 @@ class Run:
     def _launch(self, kind: BackwardKind, plan: Plan, launch: BackwardLaunch) -> None:
         specialisation = specialise_backward(
             kind,
-            self.call.hidden_size,
+            self.hidden_size,
             plan,
             launch,
             arch=self.properties.arch,
@@ -240,9 +243,9 @@ class Run:
     def _arguments(self) -> dict[str, float]:
         call, operands = self.call, self.operands
         arguments: dict[str, float] = {
-            "rows": call.rows,
-            "hidden_size": call.hidden_size,
-            "partial": call.partial or call.hidden_size,
+            "rows": self.rows,
+            "hidden_size": self.hidden_size,
+            "partial": call.partial or self.hidden_size,
             "inner_rows": operands.layout.inner_rows,
             "heads": self.heads,
             "parts": 0,
@@ -255,6 +258,7 @@ class Run:
         return arguments | operands.places(_kernel.BACKWARD_PARAMETERS, _ROW_ARRAYS)
 
 
+@functools.lru_cache(maxsize=LIMIT)
 def specialise_backward(
     kind: BackwardKind,
     hidden_size: int,
@@ -317,6 +321,7 @@ def _copy(kind: BackwardKind, plan: Plan, launch: BackwardLaunch, asynchronous: 
     return "BULK" if launch.bulk and wide and kind.dx is not None else "ASYNC"
 
 
+@functools.lru_cache(maxsize=LIMIT)
 def specialise_sum(kind: BackwardKind, launch: BackwardLaunch) -> Specialisation:
     """The instantiation that sums the parts of dweight and dbias."""
     types = (_cpp(kind.dweight), _cpp(kind.dbias), _cpp(kind.accumulation))

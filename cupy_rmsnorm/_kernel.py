@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import struct
 import threading
 from collections.abc import Callable, Mapping
@@ -206,10 +207,15 @@ def _packer(kernel: str, accumulation: str) -> struct.Struct:
     return struct.Struct(f"@{''.join(codes)}{end}")
 
 
+@functools.cache
+def _values(kernel: str) -> Callable[[Mapping[str, float]], tuple[float, ...]]:
+    """What takes the kernel's arguments, of which there are several, out of a mapping in order."""
+    return operator.itemgetter(*[name for name, _ in PARAMETERS[kernel]])
+
+
 def pack(kernel: str, accumulation: str, arguments: Mapping[str, float]) -> bytes:
     """The kernel's arguments as the driver wants them: one buffer in the C ABI's layout."""
-    values = [arguments[name] for name, _ in PARAMETERS[kernel]]
-    return _packer(kernel, accumulation).pack(*values)
+    return _packer(kernel, accumulation).pack(*_values(kernel)(arguments))
 
 
 def row_count(name: str, count: int) -> dict[str, float]:

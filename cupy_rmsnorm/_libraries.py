@@ -363,6 +363,7 @@ def _regular(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...
     return tuple(reversed(regular))
 
 
+@functools.lru_cache(maxsize=512)
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
@@ -390,7 +391,10 @@ class _TorchSpace(_CudaSpace):
         torch = sys.modules["torch"]
         device = torch.device("cuda", self.device.index)
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        return TORCH.describe(name, tensor, output=True)
+        pointer = tensor.data_ptr() if type(tensor) is torch.Tensor else 0
+        if not pointer:  # an empty one, or one that a mode of torch's made
+            return TORCH.describe(name, tensor, output=True)
+        return Array(name, tensor, pointer, shape, _contiguous_strides(shape), dtype, self.device)
 
     def contiguous(self, array: Array) -> Array:
         torch = sys.modules["torch"]
@@ -446,11 +450,17 @@ def _cupy() -> Any:
     return cupy
 
 
-def _require_gpu(name: str) -> None:
-    """Refuse an array on a GPU where the GPU backend cannot run."""
+@functools.cache
+def _info() -> Any:
+    """The module, which an import statement at each array would look up anew."""
     from . import _info
 
-    available, reason = _info.available()
+    return _info
+
+
+def _require_gpu(name: str) -> None:
+    """Refuse an array on a GPU where the GPU backend cannot run."""
+    available, reason = _info().available()
     if not available:
         _refuse.no_gpu(name, reason)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from ._call import Array
@@ -25,11 +26,11 @@ def overlap(a: Array, b: Array) -> bool:
     Exact for blocks, and for slices of one buffer with a common row stride (q and k of one qkv),
     which are compared modulo that stride; anything else that interleaves counts as an overlap.
     """
-    if a.device != b.device or not a.size or not b.size:
+    if a.device != b.device:
         return False
     a_low, a_high = _span(a, 0)
     b_low, b_high = _span(b, 0)
-    if a_high <= b_low or b_high <= a_low:
+    if a_high <= b_low or b_high <= a_low or not a.size or not b.size:
         return False
     return not any(_apart_modulo(a, b, period) for period in _periods(a) | _periods(b))
 
@@ -67,9 +68,17 @@ def _itemsize(array: Array) -> int:
 def _span(array: Array, period: int) -> tuple[int, int]:
     """First and past-the-end byte of the elements reached by axes whose stride `period` does not
     divide (0: by all axes)."""
-    itemsize = _itemsize(array)
-    low = high = array.pointer
-    for size, stride in _axes(array):
+    low, high = _reach(array.shape, array.strides, _itemsize(array), period)
+    return array.pointer + low, array.pointer + high
+
+
+@functools.lru_cache(maxsize=512)
+def _reach(
+    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, period: int
+) -> tuple[int, int]:
+    """The same of an array that begins at 0."""
+    low = high = 0
+    for size, stride in zip(shape, strides, strict=True):
         step = stride * itemsize
         if period and step % period == 0:
             continue

@@ -8,6 +8,7 @@ number of rows and of SMs.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from ._dtypes import TABLE
@@ -58,6 +59,8 @@ COLUMN_THREADS = 128
 SUM_COLUMNS = 32  # elements that one block of the sum takes at once
 # (parts up to, threads that share one element): the first line that fits decides.
 SUM_SLICES = ((64, 8), (192, 16), (2**63, 32))
+# How many answers each function remembers: a training step asks for the same few again and again.
+LIMIT = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,7 @@ def _asked(shared_bytes: int) -> int:
     return max(shared_bytes, ASKED) if shared_bytes >= ASK_FROM else shared_bytes
 
 
+@functools.lru_cache(maxsize=LIMIT)
 def choose_backward_plan(
     hidden_size: int, x_dtype: str, staged_itemsize: int, arch: int, partial: bool = False
 ) -> Plan:
@@ -130,6 +134,7 @@ def _partial_plan(packs: int, vec_size: int, arch: int) -> Plan:
     return Plan("norm_backward_streamed", vec_size, 0, threads, cluster_size)
 
 
+@functools.lru_cache(maxsize=LIMIT)
 def choose_backward_launch(
     plan: Plan,
     rows: int,
@@ -179,6 +184,7 @@ def choose_backward_launch(
     )
 
 
+@functools.lru_cache(maxsize=LIMIT)
 def choose_few_launch(
     plan: Plan, hidden_size: int, rows: int, staged_itemsize: int, arch: int, sm_count: int
 ) -> BackwardLaunch | None:
@@ -209,6 +215,7 @@ def streamed_launch(plan: Plan, rows: int) -> BackwardLaunch:
     return BackwardLaunch("norm_backward_streamed", grid, plan.threads_per_row)
 
 
+@functools.lru_cache(maxsize=LIMIT)
 def choose_columns_launch(
     plan: Plan, hidden_size: int, rows: int, heads: int, sm_count: int
 ) -> BackwardLaunch:
@@ -221,6 +228,7 @@ def choose_columns_launch(
     return BackwardLaunch("norm_backward_columns", grid, COLUMN_THREADS, parts=parts)
 
 
+@functools.lru_cache(maxsize=LIMIT)
 def choose_sum_launch(elements: int, parts: int, sums: int) -> BackwardLaunch:
     """The launch that sums the parts of `sums` gradients of `elements` each."""
     chunks = min(-(-elements // SUM_COLUMNS), MAX_GRID // 2)
