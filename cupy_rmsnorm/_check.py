@@ -27,6 +27,7 @@ from ._refuse import (
     epsilon,
     flag,
     grouped,
+    lone_constant,
     no_axes,
     offset,
     partial,
@@ -224,6 +225,7 @@ def _common(
         has_mask=where is not None or valid_rows is not None,
     )
     constants = {"eps": common.eps, "weight_offset": weight_offset, weight_name: weight}
+    lone_constant(weight, bias)
     _constants_fit(x, constants | {"bias": bias})
     _parameter(weight, x, parameter_shape)
     _parameter(bias, x, parameter_shape)
@@ -412,10 +414,17 @@ def check_backward(
     `added` says that x is the residual_out of an add_* function; `x_dtype` is then the dtype of
     that function's x.
     """
+    if added:
+        _in_order(dout, dresidual_out, x)
     common = _common(x, weight, bias, where, valid_rows, options)
     _row_array(dout, x, x.shape)
     if dresidual_out is not None:
         _row_array(dresidual_out, x, x.shape)
+    if mean is not None and rstd is None:
+        raise ValueError(
+            "rstd must be given where mean is, got None: mean is the first of the two by "
+            "position, pass both by name"
+        )
     for statistic in (mean, rstd):
         if statistic is not None:
             _statistic(statistic, x, common.statistic_shape)
@@ -532,6 +541,17 @@ def check_qk(
     _overlaps([q_out], [k, *_arrays(k_weight, k_out)], {})
     _overlaps([k_out], [q, *_arrays(q_weight)], {})
     return halves
+
+
+def _in_order(dout: Array, dresidual_out: Array | None, x: Array) -> None:
+    """Refuse gradients of another shape than x's before anything else is held against x: where
+    one argument was left out, x is not what the caller meant."""
+    for gradient in (dout, dresidual_out):
+        if gradient is not None and gradient.shape != x.shape:
+            raise ValueError(
+                f"{gradient.name} must have shape {x.shape}, got {gradient.shape}: the first "
+                f"arguments are dout, dresidual_out (or None) and {x.name}"
+            )
 
 
 def _no_gradient(out: Array | None, wanted: bool, needs: str) -> None:

@@ -18,6 +18,7 @@ from ._refuse import (
     epsilon,
     flag,
     grouped,
+    lone_constant,
     no_axes,
     offset,
     partial,
@@ -50,6 +51,7 @@ def check_bound(
     partial(options.partial)
     choice("cast", options.cast, CASTS)
     offset(options.weight_offset, weighted=weight is not None)
+    lone_constant(weight, bias)
     for parameter in (weight, bias):
         if not isinstance(parameter, Array):
             continue

@@ -39,8 +39,9 @@ PARAGRAPHS = {
                 independent of x's among float16, bfloat16 and float32; float64 goes with float64
                 only. A Python or NumPy number is a constant.
             bias : array or number, optional
-                Added after the multiplication; shape and dtypes as of `weight`. It is the last
-                argument that may be positional: `eps` and all others go by name.
+                Added after the multiplication; shape and dtypes as of `weight`. A number goes with
+                a number as `weight` only. It is the last argument that may be positional: `eps` and
+                all others go by name.
         """,
         "bound_parameters": """
             weight : array, number or None
@@ -48,7 +49,8 @@ PARAGRAPHS = {
                 independent of x's among float16, bfloat16 and float32; float64 goes with float64
                 only. A Python or NumPy number is a constant.
             bias : array or number, optional
-                Added after the multiplication; shape and dtypes as of `weight`.
+                Added after the multiplication; shape and dtypes as of `weight`. A number goes with
+                a number as `weight` only.
         """,
         "options": """
             weight_offset : float, default 0.0
@@ -150,8 +152,8 @@ PARAGRAPHS = {
         """,
         "mean_backward": """
             mean : array, optional
-                As forward returned it; None recomputes it. It stands before `rstd`, where RMSNorm's
-                functions have no `mean`: pass both by name.
+                As forward returned it, beside `rstd`; None recomputes it. It stands before `rstd`,
+                where RMSNorm's functions have no `mean`: pass both by name.
         """,
         "rstd_backward": """
             rstd : array, optional

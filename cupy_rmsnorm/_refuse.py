@@ -101,6 +101,15 @@ def offset(value: object, *, weighted: bool, weight_name: str = "weight") -> flo
     return result + 0.0  # -0.0 == 0.0, and equal options are to give equal bits
 
 
+def lone_constant(weight: object, bias: object) -> None:
+    """Refuse a number as bias where the weight is none: a positional eps would pass as one."""
+    if is_number(bias) and not is_number(weight):
+        raise TypeError(
+            f"bias must be an array unless weight is a number, got {bias}: eps goes by name, "
+            f"eps={bias}"
+        )
+
+
 def choice(name: str, value: object, choices: Sequence[str]) -> str:
     """`value` as one of `choices`."""
     if not isinstance(value, str):

@@ -331,6 +331,8 @@ class ForwardRow(Row):
     def of(cls, levels: Mapping[str, Any]) -> ForwardRow:
         """The row of these levels, made consistent."""
         levels = dict(levels)
+        if levels["bias"] == "constant":
+            levels["weight"] = "constant"
         if levels["x"] == "float64":
             for name in ("y", "weight", "bias", "residual"):
                 if levels[name] in ARRAYS:

@@ -138,6 +138,17 @@ PARAMETER_CASES = [
     case(rms, ValueError, "weight must be finite, got inf", X, 10**400),
     case(rms, ValueError, "weight must be finite in float32, got 1e+39", X, 1e39),
     case(rms, TypeError, "bias must be an array or a real number, got tuple", X, W, (4,)),
+    *(
+        case(
+            function,
+            TypeError,
+            "bias must be an array unless weight is a number, got 0.01: eps goes by name, eps=0.01",
+            *arguments,
+            0.01,
+        )
+        for function, *arguments in ((rms, X, W), (layer, X, None), (add, X, RESIDUAL, W))
+    ),
+    case(rms_backward, TypeError, "bias must be an array unless weight is a ", DOUT, X, W, bias=1),
     case(add, TypeError, "residual must be an array, got NoneType", X, None),
     case(add, ValueError, "residual must have shape (2, 3, 4), got (3, 4)", X, RESIDUAL[0]),
     case(add, TypeError, f"residual must be {BESIDE}, got float64", X, X64),
@@ -373,6 +384,20 @@ BACKWARD_CASES = [
         STATISTIC.T,
         STATISTIC,
     ),
+    *(
+        case(
+            function,
+            ValueError,
+            "rstd must be given where mean is, got None: mean is the first of the two by position, "
+            "pass both by name",
+            *arguments,
+            STATISTIC,
+        )
+        for function, *arguments in (
+            (layer_backward, DOUT, X, W),
+            (norms.add_layer_norm_backward, DOUT, None, X, W),
+        )
+    ),
     case(rms_backward, ValueError, "eps must not be negative, got -1.0", DOUT, X, eps=-1),
     case(rms_backward, ValueError, "weight must have shape (4,), got (5,)", DOUT, X, new((5,))),
     case(rms_backward, TypeError, "need_dx must be True or False, got None", DOUT, X, need_dx=None),
@@ -425,6 +450,7 @@ BACKWARD_CASES = [
         "dbias_out needs a bias array: there is no such gradient, got an array",
         DOUT,
         X,
+        1.0,
         bias=1.0,
         dbias_out=new((4,)),
     ),
@@ -482,6 +508,20 @@ BACKWARD_CASES = [
         DOUT,
         W,
         X,
+    ),
+    # dresidual_out was left out, and each argument stands in the place of the one before.
+    *(
+        case(
+            add_backward,
+            ValueError,
+            "dout must have shape (4,), got (2, 3, 4): "
+            "the first arguments are dout, dresidual_out (or None) and residual_out",
+            DOUT,
+            X,
+            W,
+            *statistics,
+        )
+        for statistics in ((), (STATISTIC,))
     ),
     case(add_backward, TypeError, "residual_out must be an array, got NoneType", DOUT, None, None),
     case(
@@ -569,6 +609,7 @@ BIND_CASES = [
         np.array(1, F32),
     ),
     case(bind, ValueError, "eps must not be negative, got -1.0", W, eps=-1),
+    case(bind, TypeError, "bias must be an array unless weight is a number, got 0.01: ", W, 0.01),
     case(bind, ValueError, "cast must be 'once' or 'before_weight', got 'x'", W, cast="x"),
     case(bind, TypeError, "out_dtype must be a dtype, got 'wide'", W, out_dtype="wide"),
     case(

@@ -83,7 +83,8 @@ def cases(draw: st.DrawFn, backend: Backend, *, added: bool) -> Case:
         case = case.but(weight=draw(st.sampled_from([-2.0, 0.5, 3])))
     if weight != "none":
         case = case.but(weight_offset=draw(st.sampled_from([0.0, 0.0, 1.0, -0.25])))
-    bias = draw(st.sampled_from(["array", "constant", "none"]))
+    kinds = ["array", *(["constant"] if weight == "constant" else []), "none"]
+    bias = draw(st.sampled_from(kinds))
     if bias == "array":
         case = case.but(bias=lay(inputs.bias(parameter, draw(dtype), seed)))
     elif bias == "constant":
