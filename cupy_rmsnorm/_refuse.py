@@ -110,6 +110,14 @@ def lone_constant(weight: object, bias: object) -> None:
         )
 
 
+def ends_in(name: str, shape: Sequence[int], axes: Sequence[int]) -> None:
+    """Refuse an x that does not fit parameters which were there before it."""
+    if axes and tuple(shape[-len(axes) :]) != tuple(axes):
+        raise ValueError(
+            f"{name} must end in the axes {tuple(axes)}, got shape {tuple(shape)}"
+        ) from None
+
+
 def choice(name: str, value: object, choices: Sequence[str]) -> str:
     """`value` as one of `choices`."""
     if not isinstance(value, str):
@@ -128,6 +136,19 @@ def dtype_among(name: str, dtype: str, allowed: Sequence[str], beside: str = "")
 def no_axes(name: str, wanted: str) -> NoReturn:
     """Refuse a 0-d array as a weight or bias."""
     raise TypeError(f"{name} must be an array of {wanted} or a Python number, got a 0-d array")
+
+
+def not_a_tensor(name: str, value: object) -> NoReturn:
+    """Refuse what a module of torch does not take."""
+    raise TypeError(f"{name} must be a torch.Tensor, got {kind(value)}")
+
+
+def pair_of_counts(name: str, value: object, what: str) -> tuple[int, int]:
+    """`value` as two ints of at least 1."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"{name} must be a pair of ints, {what}, got {value!r}")
+    first, second = (count(f"{name}[{index}]", item) for index, item in enumerate(value))
+    return first, second
 
 
 def not_an_array(name: str, value: object, *, constant: bool = False) -> NoReturn:

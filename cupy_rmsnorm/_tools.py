@@ -65,19 +65,32 @@ class BoundNorm:
             done: ArrayT | None = short(x, out)
             if done is not None:
                 return done
-        return _roads.normalize_anew(
-            self._function,
-            self._norm,
-            x,
-            self._weight,
-            self._bias,
-            self._options,
-            None,
-            None,
-            out,
-            self._out_dtype,
-            self._kept,
-        ).y
+        try:
+            return _roads.normalize_anew(
+                self._function,
+                self._norm,
+                x,
+                self._weight,
+                self._bias,
+                self._options,
+                None,
+                None,
+                out,
+                self._out_dtype,
+                self._kept,
+            ).y
+        except ValueError:
+            self._blame(x)
+            raise
+
+    def _blame(self, x: object) -> None:
+        """Where x is of another shape than what is bound, an error is not to name the latter."""
+        from ._refuse import ends_in
+
+        shape = getattr(x, "shape", None)
+        for parameter in (self._weight, self._bias):
+            if shape is not None:
+                ends_in("x", shape, getattr(parameter, "shape", ()))
 
     def _find_short(self, library: _fast.Library, cls: type) -> _fast.Short:
         assert self._kept is not None

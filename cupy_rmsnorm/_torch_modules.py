@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from . import _refuse
 from ._api import add_rms_norm, layer_norm, qk_norm, rms_norm
+from ._check import CASTS
 from ._docs import Axis, CastOption
 
 EPS32: float = torch.finfo(torch.float32).eps
@@ -29,52 +31,21 @@ def axis_of(normalized_shape: tuple[int, ...]) -> Axis:
     return -1 if count == 1 else tuple(range(-count, 0))
 
 
+def check_tensor(name: str, x: Any) -> None:
+    """Refuse another library's arrays, for which a weight that requires grad would be blamed."""
+    if not isinstance(x, torch.Tensor):
+        _refuse.not_a_tensor(name, x)
+
+
 def check_shape(x: Any, normalized_shape: tuple[int, ...]) -> None:
-    """Where a weight's shape does not: x ends in the shape that the module was made for."""
-    if tuple(x.shape[-len(normalized_shape) :]) != normalized_shape:
-        raise ValueError(f"x must end in the axes {normalized_shape}, got {tuple(x.shape)}")
+    """Refuse an x that does not end in the shape that the module was made for.
+
+    Asked after an error, which names the weight, and beforehand only where there is none.
+    """
+    _refuse.ends_in("x", x.shape, normalized_shape)
 
 
-class _ScaledNorm(torch.nn.RMSNorm):  # type: ignore[misc]
-    """What RMSNorm and AddRMSNorm share: torch's parameters, and options that torch lacks."""
-
-    weight_offset: float = 0.0  # what torch's constructor sees when it resets the weight
-    cast: CastOption = "once"
-
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float | None = None,
-        elementwise_affine: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        weight_offset: float = 0.0,
-        cast: CastOption = "once",
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, device=device, dtype=dtype)
-        self.cast = cast
-        self._axis = axis_of(self.normalized_shape)
-        if weight_offset:
-            self.weight_offset = float(weight_offset)
-            self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the weight so that weight + weight_offset is 1."""
-        if self.elementwise_affine:
-            torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
-
-    def extra_repr(self) -> str:
-        """torch's, and the options that are not torch's where they are set."""
-        text: str = super().extra_repr()
-        if self.weight_offset:
-            text += f", weight_offset={self.weight_offset}"
-        if self.cast != "once":
-            text += f", cast={self.cast!r}"
-        return text
-
-
-class RMSNorm(_ScaledNorm):
+class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
     """`torch.nn.RMSNorm`, computed by `cupy_rmsnorm.rms_norm`.
 
     Parameters, state_dict and what its arguments mean are torch's. Under autocast the output keeps
@@ -110,22 +81,64 @@ class RMSNorm(_ScaledNorm):
     tensor([[0.3651, 0.7303, 1.0954, 1.4606]])
     """
 
+    weight_offset: float = 0.0  # what torch's constructor sees when it resets the weight
+    cast: CastOption = "once"
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        weight_offset: float = 0.0,
+        cast: CastOption = "once",
+    ) -> None:
+        _refuse.choice("cast", cast, CASTS)
+        weight_offset = _refuse.offset(weight_offset, weighted=elementwise_affine)
+        super().__init__(normalized_shape, eps, elementwise_affine, device=device, dtype=dtype)
+        self.cast = cast
+        self._axis = axis_of(self.normalized_shape)
+        if weight_offset:
+            self.weight_offset = weight_offset
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight so that weight + weight_offset is 1."""
+        if self.elementwise_affine:
+            torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+
     def forward(self, x: Any) -> Any:
         """Normalise `x`."""
+        check_tensor("x", x)
         weight = self.weight
         if weight is None:
             check_shape(x, self.normalized_shape)
-        return rms_norm(
-            x,
-            weight,
-            eps=eps_for(self.eps, x),
-            weight_offset=self.weight_offset,
-            axis=self._axis,
-            cast=self.cast,
-        )
+        try:
+            return rms_norm(
+                x,
+                weight,
+                eps=eps_for(self.eps, x),
+                weight_offset=self.weight_offset,
+                axis=self._axis,
+                cast=self.cast,
+            )
+        except ValueError:
+            check_shape(x, self.normalized_shape)
+            raise
+
+    def extra_repr(self) -> str:
+        """torch's, and the options that are not torch's where they are set."""
+        text: str = super().extra_repr()
+        if self.weight_offset:
+            text += f", weight_offset={self.weight_offset}"
+        if self.cast != "once":
+            text += f", cast={self.cast!r}"
+        return text
 
 
-class AddRMSNorm(_ScaledNorm):
+class AddRMSNorm(RMSNorm):
     """Add a residual, then normalise the sum: `cupy_rmsnorm.add_rms_norm` as a module.
 
     The sum is formed in float32 (float64 for float64) and normalised unrounded; residual_out is
@@ -147,20 +160,28 @@ class AddRMSNorm(_ScaledNorm):
     (tensor([[0.3651, 0.7303, 1.0954, 1.4606]]), tensor([[2., 4., 6., 8.]]))
     """
 
-    def forward(self, x: Any, residual: Any) -> tuple[Any, Any]:
+    def forward(  # type: ignore[override]  # modules are called with what their own forward takes
+        self, x: Any, residual: Any
+    ) -> tuple[Any, Any]:
         """The normalised sum, and the sum."""
+        check_tensor("x", x)
+        check_tensor("residual", residual)
         weight = self.weight
         if weight is None:
             check_shape(x, self.normalized_shape)
-        return add_rms_norm(
-            x,
-            residual,
-            weight,
-            eps=eps_for(self.eps, x),
-            weight_offset=self.weight_offset,
-            axis=self._axis,
-            cast=self.cast,
-        )
+        try:
+            return add_rms_norm(
+                x,
+                residual,
+                weight,
+                eps=eps_for(self.eps, x),
+                weight_offset=self.weight_offset,
+                axis=self._axis,
+                cast=self.cast,
+            )
+        except ValueError:
+            check_shape(x, self.normalized_shape)
+            raise
 
 
 class LayerNorm(torch.nn.LayerNorm):  # type: ignore[misc]
@@ -208,10 +229,15 @@ class LayerNorm(torch.nn.LayerNorm):  # type: ignore[misc]
 
     def forward(self, input: Any) -> Any:
         """Normalise `input`."""
+        check_tensor("input", input)
         weight = self.weight
         if weight is None:
             check_shape(input, self.normalized_shape)
-        return layer_norm(input, weight, self.bias, eps=self.eps, axis=self._axis)
+        try:
+            return layer_norm(input, weight, self.bias, eps=self.eps, axis=self._axis)
+        except ValueError:
+            check_shape(input, self.normalized_shape)
+            raise
 
 
 class QKNorm(torch.nn.Module):  # type: ignore[misc]
@@ -228,8 +254,9 @@ class QKNorm(torch.nn.Module):  # type: ignore[misc]
     device, dtype : optional
         Of the weights; their dtype is independent of q's among float16, bfloat16 and float32.
     heads : pair of int, optional
-        How many heads q and k have, for a weight of each head's own, as in
-        ``(tokens, heads, head_size)``. Without it all heads share one.
+        ``(q_heads, k_heads)``, for a weight of each head's own: q is then
+        ``(..., q_heads, head_size)`` and k ``(..., k_heads, head_size)``. Without it all heads of q
+        share one weight, and those of k another.
     weight_offset, cast
         As in `RMSNorm`.
 
@@ -258,12 +285,16 @@ class QKNorm(torch.nn.Module):  # type: ignore[misc]
         weight_offset: float = 0.0,
         cast: CastOption = "once",
     ) -> None:
+        head_size = _refuse.count("head_size", head_size)
+        if heads is not None:
+            heads = _refuse.pair_of_counts("heads", heads, "q's and k's number of heads")
+        _refuse.choice("cast", cast, CASTS)
         super().__init__()
         self.head_size = head_size
         self.eps = eps
         self.elementwise_affine = elementwise_affine
         self.heads = heads
-        self.weight_offset = float(weight_offset)
+        self.weight_offset = _refuse.offset(weight_offset, weighted=elementwise_affine)
         self.cast: CastOption = cast
         for number, name in enumerate(("q_weight", "k_weight")):
             weight = None
@@ -281,19 +312,31 @@ class QKNorm(torch.nn.Module):  # type: ignore[misc]
 
     def forward(self, q: Any, k: Any) -> tuple[Any, Any]:
         """q and k, normalised."""
+        check_tensor("q", q)
+        check_tensor("k", k)
         q_weight = self.q_weight
         if q_weight is None:
-            check_shape(q, (self.head_size,))
-            check_shape(k, (self.head_size,))
-        return qk_norm(
-            q,
-            k,
-            q_weight,
-            self.k_weight,
-            eps=eps_for(self.eps, q),
-            weight_offset=self.weight_offset,
-            cast=self.cast,
-        )
+            self._check_heads(q, k)
+        try:
+            return qk_norm(
+                q,
+                k,
+                q_weight,
+                self.k_weight,
+                eps=eps_for(self.eps, q),
+                weight_offset=self.weight_offset,
+                cast=self.cast,
+            )
+        except ValueError:
+            self._check_heads(q, k)
+            raise
+
+    def _check_heads(self, q: Any, k: Any) -> None:
+        """As `check_shape`."""
+        heads = self.heads if self.elementwise_affine else None
+        for number, (name, x) in enumerate((("q", q), ("k", k))):
+            axes = () if heads is None else (heads[number],)
+            _refuse.ends_in(name, x.shape, (*axes, self.head_size))
 
     def extra_repr(self) -> str:
         """Head size and options."""

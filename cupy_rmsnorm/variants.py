@@ -682,11 +682,32 @@ def names(norm: Norm | None = None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-rms_norm = SimpleNamespace(**{v.name: v for v in TABLE if v.norm == "rms"})
+class Named(SimpleNamespace):
+    """Variants as attributes; of another name it says which are near."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_no_variant(name, tuple(vars(self))))
+
+
+def _no_variant(name: str, known: tuple[str, ...]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, known, n=3)
+    listed = f"did you mean {_refuse.either(near)}?" if near else f"there are {', '.join(known)}"
+    return f"no variant is called {name!r}: {listed}"
+
+
+rms_norm = Named(**{v.name: v for v in TABLE if v.norm == "rms"})
 """The variants of RMSNorm as attributes: ``variants.rms_norm.f16x8_pack_f32(x)``."""
 
-layer_norm = SimpleNamespace(**{v.name: v for v in TABLE if v.norm == "layer"})
+layer_norm = Named(**{v.name: v for v in TABLE if v.norm == "layer"})
 """The variants of LayerNorm as attributes: ``variants.layer_norm.f32x4(x, g=1.0, b=0.0)``."""
+
+
+def __getattr__(name: str) -> Any:
+    places = [f"{v.norm}_norm.{name}" for v in TABLE if v.name == name]
+    found = f"the variant is {_refuse.either(places)}" if places else _no_variant(name, names())
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {found}")
 
 
 # What the kernels are compared with ----------------------------------------------------------

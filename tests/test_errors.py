@@ -785,6 +785,7 @@ BACKWARD = [
         (ValueError, "weight must have shape (4,), got (5,)", {"weight": new((5,))}),
         (TypeError, "weight must be float16, bfloat16 or float32", {"weight": np.arange(4)}),
         (ValueError, "bias must have shape (4,), got (2,)", {"bias": new((2,))}),
+        (TypeError, "bias must be an array unless weight is a number", {"bias": 0.5}),
         (ValueError, "cast must be 'once' or 'before_weight'", {"cast": "no"}),
         (ValueError, "axis must be -1 or a tuple", {"axis": 0}),
         (ValueError, "masked must be 'keep' or 'zero'", {"masked": "no"}),
@@ -857,6 +858,23 @@ def test_an_error_leaves_the_next_call_alone() -> None:
     with pytest.raises(ValueError, match="weight must have shape"):
         rms(X, new((5,)))
     np.testing.assert_array_equal(rms(X, W), expected)
+
+
+@pytest.mark.parametrize(
+    ("norm", "x", "message"),
+    [
+        (bind(W), X[..., :3], "x must end in the axes (4,), got shape (2, 3, 3)"),
+        (bind(None, W), X[..., :3], "x must end in the axes (4,), got shape (2, 3, 3)"),
+        (bind(X[0], per_head=True), X[:, :2], "x must end in the axes (3, 4), got shape (2, 2, 4)"),
+        (bind(X[0], axis=(-2, -1)), X[0, 0], "x must end in the axes (3, 4), got shape (4,)"),
+        (bind(W, axis=(-2, -1)), X, "weight must have shape (3, 4), got (4,)"),
+        (bind(W, new((5,))), X, "x must end in the axes (5,), got shape (2, 3, 4)"),
+        (bind(2.0, groups=3), X, "groups must divide x's hidden size 4, got 3"),
+    ],
+)
+def test_a_bound_norm_does_not_blame_what_it_holds(norm: Any, x: np.ndarray, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        norm(x)
 
 
 def test_warmup_takes_what_calls_can_have() -> None:

@@ -177,13 +177,41 @@ def test_autocast_keeps_the_inputs_dtype(own: Any, options: Any, device: str) ->
         assert parameter.grad.dtype is torch.float32
 
 
-@pytest.mark.parametrize("kind", ["RMSNorm", "AddRMSNorm", "LayerNorm"])
-def test_another_shape_is_refused_without_a_weight_too(kind: str) -> None:
-    module = getattr(norms, kind)(8, elementwise_affine=False)
-    x = torch.ones(4, 9)
-    message = r"x must end in the axes \(8,\), got \(4, 9\)"
+def call(module: Any, x: Any) -> Any:
+    return module(x, x) if isinstance(module, norms.AddRMSNorm | norms.QKNorm) else module(x)
+
+
+every_module = pytest.mark.parametrize("kind", ["RMSNorm", "AddRMSNorm", "LayerNorm", "QKNorm"])
+
+
+@every_module
+@pytest.mark.parametrize("affine", [True, False])
+def test_another_shape_is_refused(kind: str, affine: bool) -> None:
+    """By the name of x: the weight is what it was before."""
+    module = getattr(norms, kind)(8, elementwise_affine=affine)
+    message = r"^[xq] must end in the axes \(8,\), got shape \(4, 9\)$"
     with pytest.raises(ValueError, match=message):
-        module(x, x) if kind == "AddRMSNorm" else module(x)
+        call(module, torch.ones(4, 9))
+
+
+@every_module
+@pytest.mark.parametrize("x", [np.ones((4, 8), np.float32), [[1.0] * 8], None], ids=type)
+def test_what_is_no_tensor_is_refused(kind: str, x: Any) -> None:
+    with pytest.raises(TypeError, match=r"^(x|q|input) must be a torch\.Tensor, got "):
+        call(getattr(norms, kind)(8), x)
+
+
+@pytest.mark.parametrize("kind", ["RMSNorm", "AddRMSNorm", "QKNorm"])
+def test_wrong_options_are_refused_by_the_constructor(kind: str) -> None:
+    make = getattr(norms, kind)
+    with pytest.raises(ValueError, match=r"^cast must be 'once' or 'before_weight', got 'twice'$"):
+        make(8, cast="twice")
+    with pytest.raises(TypeError, match=r"^weight_offset must be a real number, got None$"):
+        make(8, weight_offset=None)
+    with pytest.raises(ValueError, match=r"^weight_offset must be 0 without a weight, got 1\.0$"):
+        make(8, weight_offset=1, elementwise_affine=False)
+    with pytest.raises(TypeError, match=r"^(RMS|QK)Norm\.__init__\(\) missing 1 required"):
+        make()
 
 
 # What torch lacks ---------------------------------------------------------------------------------
@@ -281,8 +309,37 @@ def test_qk_norm_describes_itself() -> None:
         "k_weight": (2, 6),
     }
     assert all(bool((p == 0).all()) for p in module.parameters())
-    with pytest.raises(ValueError, match=r"x must end in the axes \(6,\), got \(1, 4, 5\)"):
+    with pytest.raises(ValueError, match=r"q must end in the axes \(6,\), got shape \(1, 4, 5\)"):
         norms.QKNorm(6, elementwise_affine=False)(torch.ones(1, 4, 5), torch.ones(1, 2, 6))
+
+
+@pytest.mark.parametrize(
+    ("heads", "error", "message"),
+    [
+        (2, TypeError, "heads must be a pair of ints, q's and k's number of heads, got 2"),
+        ((2,), TypeError, "heads must be a pair of ints, q's and k's number of heads, got (2,)"),
+        ((2, 1, 1), TypeError, "heads must be a pair of ints, "),
+        ((2.0, 1), TypeError, "heads[0] must be an int, got float"),
+        ((2, 0), ValueError, "heads[1] must be at least 1, got 0"),
+    ],
+)
+@pytest.mark.parametrize("affine", [True, False])
+def test_heads_are_a_pair(heads: Any, error: Any, message: str, affine: bool) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        norms.QKNorm(8, elementwise_affine=affine, heads=heads)
+
+
+def test_other_heads_are_refused() -> None:
+    module = norms.QKNorm(8, heads=[2, 1])
+    assert module.heads == (2, 1)
+    q, k = torch.ones(3, 2, 8), torch.ones(3, 1, 8)
+    module(q, k)
+    with pytest.raises(
+        ValueError, match=r"^k must end in the axes \(1, 8\), got shape \(3, 2, 8\)$"
+    ):
+        module(q, q)
+    with pytest.raises(TypeError, match=r"^head_size must be an int, got tuple$"):
+        norms.QKNorm((8,))
 
 
 # torch.compile -----------------------------------------------------------------------------------

@@ -375,6 +375,22 @@ def test_names_and_attributes() -> None:
         variants.names("batch")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("space", "name", "message"),
+    [
+        (variants.rms_norm, "f16x8_pack_f23", "did you mean f16x8_pack_f32, "),
+        (variants.layer_norm, "nosuch", "there are f32, f32x4, f16_f16, "),
+        (variants, "f32_tild", "'f32_tild': did you mean f32_tiled"),
+        (variants, "f32x4_tree", "the variant is rms_norm.f32x4_tree"),
+        (variants, "f32x4", "the variant is rms_norm.f32x4 or layer_norm.f32x4"),
+    ],
+)
+def test_a_name_that_is_none_says_which_there_are(space: Any, name: str, message: str) -> None:
+    assert not hasattr(space, name)
+    with pytest.raises(AttributeError, match=re.escape(message)):
+        getattr(space, name)
+
+
 def test_the_documentation_names_every_variant() -> None:
     text = (_source.directory().parent / "docs" / "study.md").read_text()
     missing = [name for name in variants.names() if f"`{name}`" not in text]
