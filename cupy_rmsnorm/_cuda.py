@@ -139,7 +139,7 @@ def forward_pair(q: Forward, k: Forward) -> _kernel.Launched | None:
             aligned=all(o.aligned(plan.vec_size, VECTOR_BYTES) for _, o in halves.values()),
             split_rows=any(_splits_rows(*half) for half in halves.values()),
         )
-        arguments: dict[str, float] = {"q_blocks": launch.q_blocks}
+        arguments: dict[str, float] = {"k_share": launch.k_share}
         for name, half in halves.items():
             arguments |= {f"{name}.{key}": v for key, v in _forward_arguments(*half).items()}
         launched = _kernel.launch(

@@ -98,7 +98,7 @@ BACKWARD_PARAMETERS = (
 
 PAIR_PARAMETERS = (
     *((f"{half}.{name}", kind) for half in "qk" for name, kind in FORWARD_PARAMETERS),
-    ("q_blocks", "int64"),
+    ("k_share", "int64"),
 )
 
 SUM_PARAMETERS = (

@@ -49,10 +49,8 @@ MAX_CLUSTER_SIZE = 8  # the largest that every architecture with clusters grants
 STAGED_VECS_PER_THREAD = 8
 MAX_STAGED_VECS_PER_THREAD = 32
 STREAMED_THREADS = 512
-# Short rows share a block until it has this many threads; those of q and k, which lie apart, are
-# faster in smaller ones.
+# Short rows share a block until it has this many threads.
 BLOCK_THREADS = 128
-PAIR_BLOCK_THREADS = 64
 # With so many masked rows for each SM, a block walks over as many as it looks up masks at once: a
 # block whose row is not computed would last nearly as long as its launch.
 MASKED_ROWS_A_BLOCK = 4
@@ -89,7 +87,7 @@ class Launch:
 class PairLaunch(Launch):
     """How the rows of q and k are spread over the blocks of one launch."""
 
-    q_blocks: int = 0
+    k_share: int = 0  # of the blocks, times 2^62, rounded up
 
 
 def shared_limit(arch: int) -> int:
@@ -166,19 +164,14 @@ def _staged_plan(packs: int, vec_size: int, staged_itemsize: int, arch: int) -> 
 
 
 def choose_launch(
-    plan: Plan,
-    rows: int,
-    staged_itemsize: int,
-    sm_count: int,
-    masked: bool = False,
-    block_threads: int = BLOCK_THREADS,
+    plan: Plan, rows: int, staged_itemsize: int, sm_count: int, masked: bool = False
 ) -> Launch:
     """The launch of `rows` >= 1 rows; `staged_itemsize` counts x and residual."""
     threads = plan.threads_per_row
     if plan.kernel != "norm_forward":
         shared_bytes = plan.vecs_per_thread * threads * plan.vec_size * staged_itemsize
         return Launch(rows * plan.cluster_size, threads, shared_bytes, 1)
-    rows_per_block = max(1, block_threads // threads)
+    rows_per_block = max(1, BLOCK_THREADS // threads)
     few_rows = -(-rows // rows_per_block) < sm_count
     if few_rows:
         rows_per_block = max(1, WARP // threads)
@@ -202,16 +195,16 @@ def loads_weight_early(plan: Plan, launch: Launch, held_itemsize: int) -> bool:
 
 def choose_pair_launch(plan: Plan, q_rows: int, k_rows: int, sm_count: int) -> PairLaunch:
     """The launch of q and k together, for a plan of norm_forward."""
-    rows = q_rows + k_rows
-    together = choose_launch(plan, rows, 0, sm_count, block_threads=PAIR_BLOCK_THREADS)
+    together = choose_launch(plan, q_rows + k_rows, 0, sm_count)
     q_blocks, k_blocks = (
         min(-(-rows // together.rows_per_block), MAX_GRID // 2) for rows in (q_rows, k_rows)
     )
+    grid = q_blocks + k_blocks
     return PairLaunch(
-        q_blocks + k_blocks,
+        grid,
         together.block,
         0,
         together.rows_per_block,
         together.few_rows,
-        q_blocks,
+        -(-(k_blocks << 62) // grid),
     )

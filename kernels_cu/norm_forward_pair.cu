@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Two calls of norm_forward in one launch, q and k: bit for bit what each gives alone.
-// Owner: the first q_blocks blocks take the rows of q, the others those of k, as norm_forward does.
-// Launch: block (THREADS_PER_ROW * ROWS_PER_BLOCK), a multiple of 32; grid (q_blocks + any number);
-// no dynamic shared memory.
+// Owner: blocks of q and blocks of k, in turn by k_share, take rows as norm_forward does: the heads
+// of a token, side by side in a packed buffer, are computed at about the same time.
+// Launch: block (THREADS_PER_ROW * ROWS_PER_BLOCK), a multiple of 32; a grid of which k_share gives
+// some blocks to each; no dynamic shared memory.
 // Caller guarantees: as norm_forward for either; neither reads what the other writes.
 // Moves: one read and one write of each.
 
@@ -12,7 +13,7 @@ template <typename Y, typename X, typename W>
 struct PairArguments {
     ForwardArguments<Y, X, Absent, W, Absent, long long> q;
     ForwardArguments<Y, X, Absent, W, Absent, long long> k;
-    long long q_blocks;
+    long long k_share;  // of the blocks, times 2^62, rounded up
 };
 
 template <typename Y, typename X, typename W, int VEC_SIZE, int VECS_PER_THREAD,
@@ -20,14 +21,18 @@ template <typename Y, typename X, typename W, int VEC_SIZE, int VECS_PER_THREAD,
           bool CAST_BEFORE_WEIGHT, bool EARLY_WEIGHT>
 __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK)
     norm_forward_pair(const PairArguments<Y, X, W> arguments) {
-    const unsigned q_blocks = static_cast<unsigned>(arguments.q_blocks);
-    if (blockIdx.x < q_blocks) {
+    const auto k_blocks_before = [&](unsigned block) {
+        return static_cast<unsigned>(__umul64hi(4ull * block, arguments.k_share));
+    };
+    const unsigned k_block = k_blocks_before(blockIdx.x);
+    const unsigned k_blocks = k_blocks_before(gridDim.x);
+    if (k_blocks_before(blockIdx.x + 1) == k_block) {
         forward_rows<RMS, VEC_SIZE, VECS_PER_THREAD, THREADS_PER_ROW, ROWS_PER_BLOCK, FULL, ALIGNED,
                      SPLIT_ROWS, CAST_BEFORE_WEIGHT, EARLY_WEIGHT, false, ALL_ROWS>(
-            arguments.q, blockIdx.x, q_blocks);
+            arguments.q, blockIdx.x - k_block, gridDim.x - k_blocks);
     } else {
         forward_rows<RMS, VEC_SIZE, VECS_PER_THREAD, THREADS_PER_ROW, ROWS_PER_BLOCK, FULL, ALIGNED,
                      SPLIT_ROWS, CAST_BEFORE_WEIGHT, EARLY_WEIGHT, false, ALL_ROWS>(
-            arguments.k, blockIdx.x - q_blocks, gridDim.x - q_blocks);
+            arguments.k, k_block, k_blocks);
     }
 }

@@ -972,6 +972,7 @@ PAIRS = (
     PairRow(x="float16", head_size=256, heads=(2, 2), weights=(None, None), cast="before_weight"),
     PairRow(x="bfloat16", head_size=96, heads=(12, 1), layout="apart", tokens=401),
     PairRow(x="float64", head_size=80, heads=(2, 1), weights=("per_head", "shared")),
+    PairRow(x="float16", head_size=128, heads=(1, 3), tokens=401),
     # These take two launches.
     PairRow(x="float16", head_size=64, heads=(2, 2), weights=("shared", None)),
     PairRow(x="bfloat16", head_size=40_000, heads=(2, 1), tokens=1),

@@ -62,7 +62,7 @@ def test_pair(row: kernels.PairRow) -> None:
 
 def test_pairs_are_launched_together() -> None:
     counts = [len(row.specialisations(ARCH)) for row in kernels.PAIRS]
-    assert counts == [1] * 9 + [2] * 2
+    assert counts == [1] * 10 + [2] * 2
 
 
 # Without clusters, and without asynchronous copies either; in other orders of blocks and warps.
