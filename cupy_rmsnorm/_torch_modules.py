@@ -49,7 +49,7 @@ class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
     """`torch.nn.RMSNorm`, computed by `cupy_rmsnorm.rms_norm`.
 
     Parameters, state_dict and what its arguments mean are torch's. Under autocast the output keeps
-    x's dtype, where torch's own module returns float32.
+    x's dtype, where on a GPU torch's own module returns float32 by some releases (2.13, not 2.11).
 
     Parameters
     ----------
@@ -188,7 +188,7 @@ class LayerNorm(torch.nn.LayerNorm):  # type: ignore[misc]
     """`torch.nn.LayerNorm`, computed by `cupy_rmsnorm.layer_norm`.
 
     Parameters, state_dict and what its arguments mean are torch's. Under autocast the output keeps
-    x's dtype, where torch's own module returns float32.
+    x's dtype, where on a GPU torch's own module returns float32.
 
     Parameters
     ----------

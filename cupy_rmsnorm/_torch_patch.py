@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import MethodType
@@ -22,6 +23,11 @@ from ._api import layer_norm, rms_norm
 from ._torch_modules import axis_of, check_shape, eps_for
 
 FLOAT32 = torch.float32
+# The dtypes of x and weight that an operator takes together.
+TAKEN = {
+    (torch.float64, torch.float64),
+    *itertools.product((torch.float16, torch.bfloat16, FLOAT32), repeat=2),
+}
 
 # On a GPU autocast returns layer_norm in float32, and rms_norm by some releases of torch only.
 AUTOCASTS_RMS_NORM = torch._C._dispatch_has_kernel_for_dispatch_key(
@@ -44,10 +50,29 @@ class Replacement:
         self.module = module
         self.eps = eps
 
-    def weight(self) -> Any:
-        """The module's, as it is now."""
+    def norm(self, x: Any, weight: Any) -> Any:
+        """What `forward` returns, by this library."""
+        raise NotImplementedError
+
+    def run(self, x: Any) -> Any:
+        """`norm`, or the module's own forward where this library refuses the call.
+
+        That may compute it (other dtypes, devices and layouts), or says why not in its own words.
+        """
         weight = self.module._parameters.get("weight")
-        return self.module.weight if weight is None else weight
+        if weight is None:
+            weight = self.module.weight
+        # Nothing would catch what an operator raises once it is compiled.
+        if not torch.compiler.is_compiling() or _taken(x, weight):
+            try:
+                return self.norm(x, weight)
+            except (TypeError, ValueError):  # before anything is computed
+                pass
+        return type(self.module).forward(self.module, x)
+
+
+def _taken(x: Any, weight: Any) -> bool:
+    return (x.dtype, x.dtype if weight is None else weight.dtype) in TAKEN
 
 
 class LlamaForward(Replacement):
@@ -56,14 +81,14 @@ class LlamaForward(Replacement):
     __slots__ = ()
 
     def forward(self, hidden_states: Any) -> Any:
-        weight = self.weight()
-        dtype = hidden_states.dtype
+        return self.run(hidden_states)
+
+    def norm(self, x: Any, weight: Any) -> Any:
+        dtype = x.dtype
         if weight.dtype is dtype:
-            return rms_norm(hidden_states, weight, eps=self.eps, cast="before_weight")
+            return rms_norm(x, weight, eps=self.eps, cast="before_weight")
         promoted = torch.promote_types(dtype, weight.dtype)
-        return rms_norm(
-            hidden_states, weight, eps=self.eps, cast="before_weight", out_dtype=promoted
-        )
+        return rms_norm(x, weight, eps=self.eps, cast="before_weight", out_dtype=promoted)
 
 
 class T5Forward(Replacement):
@@ -75,11 +100,13 @@ class T5Forward(Replacement):
     __slots__ = ()
 
     def forward(self, hidden_states: Any) -> Any:
-        weight = self.weight()
+        return self.run(hidden_states)
+
+    def norm(self, x: Any, weight: Any) -> Any:
         dtype = weight.dtype
-        if hidden_states.dtype is dtype:
-            return rms_norm(hidden_states, weight, eps=self.eps, cast="before_weight")
-        return rms_norm(hidden_states, weight, eps=self.eps, out_dtype=dtype)
+        if x.dtype is dtype:
+            return rms_norm(x, weight, eps=self.eps, cast="before_weight")
+        return rms_norm(x, weight, eps=self.eps, out_dtype=dtype)
 
 
 class OnceForward(Replacement):
@@ -88,8 +115,10 @@ class OnceForward(Replacement):
     __slots__ = ()
 
     def forward(self, hidden_states: Any) -> Any:
-        weight = self.weight()
-        return rms_norm(hidden_states, weight, eps=self.eps)
+        return self.run(hidden_states)
+
+    def norm(self, x: Any, weight: Any) -> Any:
+        return rms_norm(x, weight, eps=self.eps)
 
 
 class GemmaForward(Replacement):
@@ -98,7 +127,9 @@ class GemmaForward(Replacement):
     __slots__ = ()
 
     def forward(self, x: Any) -> Any:
-        weight = self.weight()
+        return self.run(x)
+
+    def norm(self, x: Any, weight: Any) -> Any:
         return rms_norm(x, weight, eps=self.eps, weight_offset=1.0)
 
 
@@ -111,13 +142,6 @@ class TorchForward(Replacement):
         super().__init__(module, eps)
         self.axis = axis_of(module.normalized_shape)
 
-    def weight_for(self, x: Any) -> Any:
-        """The weight, or None, of which x's shape must be the module's all the same."""
-        weight = self.weight()
-        if weight is None:
-            check_shape(x, self.module.normalized_shape)
-        return weight
-
 
 class TorchRMSForward(TorchForward):
     """torch.nn.RMSNorm, autocast included."""
@@ -125,7 +149,11 @@ class TorchRMSForward(TorchForward):
     __slots__ = ()
 
     def forward(self, x: Any) -> Any:
-        weight = self.weight_for(x)
+        return self.run(x)
+
+    def norm(self, x: Any, weight: Any) -> Any:
+        if weight is None:
+            check_shape(x, self.module.normalized_shape)
         dtype = _out_dtype(x) if AUTOCASTS_RMS_NORM else None
         return rms_norm(x, weight, eps=eps_for(self.eps, x), axis=self.axis, out_dtype=dtype)
 
@@ -136,13 +164,15 @@ class TorchLayerForward(TorchForward):
     __slots__ = ()
 
     def forward(self, input: Any) -> Any:
-        weight = self.weight_for(input)
+        return self.run(input)
+
+    def norm(self, x: Any, weight: Any) -> Any:
+        if weight is None:
+            check_shape(x, self.module.normalized_shape)
         bias = self.module._parameters.get("bias")
         if bias is None:
             bias = self.module.bias
-        return layer_norm(
-            input, weight, bias, eps=self.eps, axis=self.axis, out_dtype=_out_dtype(input)
-        )
+        return layer_norm(x, weight, bias, eps=self.eps, axis=self.axis, out_dtype=_out_dtype(x))
 
 
 def _out_dtype(x: Any) -> Any:
@@ -218,7 +248,8 @@ def patch(model: Any) -> PatchReport:
     Mistral, Qwen 2 and 3, Gemma 1 to 3, Phi, DeepSeek and T5, each with its own eps, weight offset
     and order of rounding, and only where a trial on the CPU shows that it computes just that.
     Class, parameters, state_dict and hooks stay, and so does the output: its dtype, and its values
-    up to the order in which a row is summed.
+    up to the order in which a row is summed. A call that this library refuses (mixed float64, a
+    nested tensor, another device) is left to the module's own forward.
 
     `unpatch` restores the model. A patched model may be copied, pickled, moved and trained; eps is
     read when it is patched. Patch before `torch.compile`. `torch.nn.DataParallel` does not work on

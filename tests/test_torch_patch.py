@@ -454,6 +454,68 @@ def test_torchs_modules(kind: str, options: Any, shape: Any, device: str, dtype:
         module(torch.ones(5, 7, device=device, dtype=dtype))
 
 
+def nested(x: Any) -> Any:
+    return torch.nested.nested_tensor([x[:2], x[2:]], layout=torch.jagged)
+
+
+# What this library refuses: how x and the module become that.
+REFUSED = {
+    "float64 x": (torch.Tensor.double, lambda module: module),
+    "float64 weight": (torch.Tensor.bfloat16, torch.nn.Module.double),
+    "complex": (lambda x: torch.complex(x, 2 * x), lambda module: module),
+    "nested": (nested, lambda module: module),
+    "negated": (lambda x: torch.complex(x, -x).conj().imag, lambda module: module),
+    "meta": (lambda x: x.to("meta"), lambda module: module.to("meta")),
+    "another shape": (lambda x: x[:, 1:], lambda module: module),
+}
+
+
+# torch's own RMSNorm says that it is slow with a weight of another dtype.
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm", "LlamaRMSNorm"])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("refused", REFUSED)
+def test_what_this_library_refuses_is_left_to_the_module(
+    refused: str, kind: str, affine: bool, model: Any, device: str
+) -> None:
+    """Its forward computes it, or says why not."""
+    of_x, of_module = REFUSED[refused]
+    module = model[1] if kind == "LlamaRMSNorm" else getattr(torch.nn, kind)(12)
+    if kind != "LlamaRMSNorm" and not affine:
+        module = getattr(torch.nn, kind)(12, elementwise_affine=False)
+    module = of_module(module.to(device))
+    x = of_x(torch.randn(5, 12, device=device))
+
+    def outcome() -> Any:
+        try:
+            return run(module, x)
+        except Exception as error:
+            return type(error), str(error)
+
+    expected = outcome()
+    assert patch(torch.nn.Sequential(module)).replaced
+    got = outcome()
+    if isinstance(expected, tuple):
+        assert got == expected or isinstance(got, torch.Tensor), "this library may take more"
+        return
+    assert (got.dtype, got.device) == (expected.dtype, expected.device)
+    if refused == "nested":
+        expected, got = expected.values(), got.values()
+    if refused != "meta":
+        torch.testing.assert_close(got, expected, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
+@pytest.mark.parametrize("dtype", ["float64", "complex64"])
+def test_what_an_operator_refuses_compiles_as_the_modules_own(dtype: str, device: str) -> None:
+    module = torch.nn.RMSNorm(12).to(device)
+    x = torch.randn(5, 12, dtype=getattr(torch, dtype), device=device)
+    expected = run(module, x)
+    patch(torch.nn.Sequential(module))
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    torch.testing.assert_close(run(compiled, x), expected)
+
+
 # torch's own RMSNorm says on a GPU that it is slow with a float32 weight.
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
