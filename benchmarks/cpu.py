@@ -24,17 +24,17 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import torch
 
 import cupy_rmsnorm as cr
+from benchmarks import race
 from cupy_rmsnorm._bench import cpu_time
 
 ROWS = HIDDEN_SIZE = 4096
 EPS = 1e-6
 DTYPES = {
-    "float32": (np.dtype(np.float32), torch.float32),
-    "float16": (np.dtype(np.float16), torch.float16),
-    "bfloat16": (np.dtype(ml_dtypes.bfloat16), torch.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
 Calls = dict[str, Callable[[], object]]
 
@@ -83,7 +83,9 @@ def plain_layer_norm_backward(
 
 def candidates(dtype: str) -> dict[str, Calls]:
     """The calls of each operation."""
-    numpy_dtype, torch_dtype = DTYPES[dtype]
+    import torch
+
+    numpy_dtype, torch_dtype = DTYPES[dtype], getattr(torch, dtype)
     random = np.random.default_rng(0)
 
     def values(*shape: int) -> Any:
@@ -186,6 +188,8 @@ def cpu_name() -> str:
 
 
 def meta() -> dict[str, Any]:
+    import torch
+
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -205,6 +209,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    race.need("torch")
+    import torch
+
     cores = sorted(os.sched_getaffinity(0))
     rows = []
     for threads in (1, 2):

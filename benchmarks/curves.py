@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loss curves of a small transformer with torch's norm and with this library's, in 16 bits.
 
-The model, text and batches are those of benchmarks/train.py. In bfloat16 all parameters are
+The model, text and batches are those of benchmarks/tiny_model.py. In bfloat16 all parameters are
 bfloat16; in float16 they are float32 under autocast and GradScaler. From each seed both norms begin
 with the same weights and see the same batches. benchmarks/models.py runs it and keeps the curves.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks import train
+from benchmarks import tiny_model
 from cupy_rmsnorm.torch import RMSNorm
 
 DTYPES = ("bfloat16", "float16")
@@ -31,12 +31,12 @@ def losses(
     device: str,
     codes: Any,
     characters: int,
-    rows: int = train.BATCH,
+    rows: int = tiny_model.BATCH,
 ) -> list[float]:
     """The loss of every step, each of that many windows of the text."""
     half = dtype == "float16"
     torch.manual_seed(seed)
-    model = train.Model(characters, NORMS[norm]).to(device)
+    model = tiny_model.Model(characters, NORMS[norm]).to(device)
     if not half:
         model.to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
@@ -44,7 +44,7 @@ def losses(
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(steps):
-        pair = [part[:rows] for part in train.batch(codes, generator)]
+        pair = [part[:rows] for part in tiny_model.batch(codes, generator)]
         with torch.autocast(device, torch.float16, enabled=half):
             logits = model(pair[0])
         loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), pair[1].flatten())
@@ -60,10 +60,10 @@ def measure(
     device: str, *, seeds: int = SEEDS, steps: int = STEPS, window: int = WINDOW, tiny: bool = False
 ) -> list[dict[str, Any]]:
     """A row a curve: the means of windows, and how many losses were not finite."""
-    batch = train.BATCH
+    batch = tiny_model.BATCH
     if tiny:
         seeds, steps, window, batch = 2, 2, 1, 2
-    codes, characters = train.encoded(train.text())
+    codes, characters = tiny_model.encoded(tiny_model.text())
     codes = codes.to(device)
     rows = []
     for dtype in DTYPES:

@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import curves, race
+from benchmarks import race
 
 FIRST_STEPS = 3  # not counted: they compile
 ROUNDS = 20
@@ -439,7 +439,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", type=Path, help="keep the other cases of this result file")
     parser.add_argument("--tiny", action="store_true", help="a model that runs anywhere")
     options = parser.parse_args(arguments)
+    race.need("torch", "transformers")
     import torch
+
+    from benchmarks import curves
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if not options.tiny:

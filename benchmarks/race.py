@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import datetime
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -179,6 +180,15 @@ def parser(description: str, budget: float) -> argparse.ArgumentParser:
     made.add_argument("--commit", help="of what is measured, where this is no checkout")
     made.add_argument("--resume", type=Path, help="keep the rows of this result file")
     return made
+
+
+def need(*modules: str) -> None:
+    """End the program, saying what to install, where one of them is missing."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SystemExit(
+            f"this benchmark needs {' and '.join(missing)}; run: pip install {' '.join(missing)}"
+        )
 
 
 def need_gpu() -> None:

@@ -172,6 +172,30 @@ def test_written_results_are_json_with_a_line_a_row() -> None:
     assert text.splitlines()[2:5] == ['"rows": [', '  {"us": 1.5},', '  {"us": 2}']
 
 
+# Commands --------------------------------------------------------------------------------------
+
+
+def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a benchmark as a program of its own in which nothing can import torch."""
+    program = (
+        "import runpy, sys; sys.modules['torch'] = None; del sys.argv[0]; "
+        "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("name", ["train", "models", "cpu"])
+def test_a_benchmark_without_torch_says_so(name: str) -> None:
+    shown = without_torch(f"benchmarks.{name}", "--help")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.startswith("usage: ")
+    ended = without_torch(f"benchmarks.{name}")
+    assert ended.returncode == 1
+    assert re.fullmatch(r"this benchmark needs torch.*; run: pip install torch.*\n", ended.stderr)
+
+
 # Runs ------------------------------------------------------------------------------------------
 
 
