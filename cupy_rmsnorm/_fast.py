@@ -5,8 +5,9 @@ A call qualifies if
 
 - x is exactly a `cupy.ndarray` or a `torch.Tensor`, every other array is of that same type (an
   input may be a torch `Parameter`), and there is neither a mask nor a constant weight or bias;
-- every array is C-contiguous, lies on the calling thread's current device, and begins at a
-  multiple of 16 bytes;
+- every array lies on the calling thread's current device and begins at a multiple of 16 bytes;
+  weight and bias are C-contiguous, other arrays have strides that a kernel takes without a copy,
+  none of them negative;
 - no array requires a gradient that would be recorded;
 - a given output shares no byte with another array, or is exactly an input that it may replace;
 - a statistic is made by the call, not given to it as an output;
@@ -35,6 +36,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from . import _device, _overlap
 from ._call import Array, Forward
 from ._dtypes import TABLE, numpy_dtype
+from ._layout import is_contiguous
 
 if TYPE_CHECKING:
     from ._kernel import Launched
@@ -95,14 +97,14 @@ class Library:
     # The same with the weight bound.
     bind: Callable[[Kept, Any], Short]
     traced: Callable[[], bool] | None  # whether the library traces calls at the moment
-    # The address of an array that qualifies on this device, else 0.
+    # The address of a contiguous array that qualifies on this device, else 0.
     input: Callable[[Any, int], int]
-    output: Callable[[Any, int], int]
     # The same of arrays of any strides.
     strided_input: Callable[[Any, int], int]
     strided_output: Callable[[Any, int], int]
     strides: Callable[[Any], tuple[int, ...]]  # in the library's own unit
-    like: Callable[[str, str], Callable[[Any], Any]]  # (dtype, x's dtype) -> what makes one like x
+    # (dtype, x) -> what makes a contiguous array of x's shape.
+    like: Callable[[str, Array], Callable[[Any], Any]]
     # A new array, of a dtype of the library's own and another shape than x.
     new_at: Callable[[Any], int]  # the address of what one of these made; 0 if it has none
     empty: Callable[[Any, tuple[int, ...], Any], Any]
@@ -133,9 +135,9 @@ class Entry:
         self._library = library
         self._device = call.x.device.index
         self.y_dtype = library.dtype(call.y.dtype)
-        self.y_like = library.like(call.y.dtype, call.x.dtype)
+        self.y_like = library.like(call.y.dtype, call.x)
         residual = call.residual or call.x
-        self._residual_like = library.like(residual.dtype, call.x.dtype)
+        self._residual_like = library.like(residual.dtype, call.x)
         self._row_shape = call.row_shape
         self._mean_dtype = library.dtype(call.mean.dtype) if call.mean else None
         self._rstd_dtype = library.dtype(call.rstd.dtype) if call.rstd else None
@@ -144,10 +146,11 @@ class Entry:
         self._residual_bytes = reach(call.residual)
         self._weight_bytes = reach(call.weight)
         self._bias_bytes = reach(call.bias)
-        residual_dtype = call.residual.dtype if call.residual else None
-        self._y_may_be_x = call.y.dtype == call.x.dtype
-        self._y_may_be_residual = call.y.dtype == residual_dtype
-        self._residual_out_may_be_x = call.x.dtype == residual_dtype
+        self._residual_out_bytes = reach(call.residual_out)
+        self._y_may_be_x = _alike(call.y, call.x)
+        self._y_may_be_residual = _alike(call.y, call.residual)
+        self._residual_out_may_be_x = _alike(call.residual_out, call.x)
+        self._residual_out_may_be_residual = _alike(call.residual_out, call.residual)
 
     def run(
         self,
@@ -186,12 +189,12 @@ class Entry:
                 place = (*place, mean_at, rstd_at)
         found = launches.get(place)
         if found is None:
-            looks = (*4 * [library.input], *2 * [library.output])
-            for array, look in zip(arrays, looks, strict=True):
+            looks = (*2 * [library.strided_input], *2 * [library.input])
+            for array, look in zip(arrays[:4], looks, strict=True):
                 if array is not None and not look(array, self._device):
                     return None
             for array in (y, sums, mean, rstd):
-                if array is not None and not library.output(array, self._device):
+                if array is not None and not library.strided_output(array, self._device):
                     return None
             if (x_at | residual_at | weight_at | bias_at | y_at | residual_out_at) % ALIGNMENT:
                 return None
@@ -232,16 +235,16 @@ class Entry:
                 (y < x + self._x_bytes and x < end and not (y == x and self._y_may_be_x))
                 or (y < weight + self._weight_bytes and weight < end)
                 or (y < bias + self._bias_bytes and bias < end)
-                or (y < residual_out + self._residual_bytes and residual_out < end)
+                or (y < residual_out + self._residual_out_bytes and residual_out < end)
             ):
                 return False
             in_residual = y == residual and self._y_may_be_residual
             if y < residual_end and residual < end and not in_residual:
                 return False
         if residual_out:
-            end = residual_out + self._residual_bytes
+            end = residual_out + self._residual_out_bytes
             in_x = residual_out == x and self._residual_out_may_be_x
-            in_residual = residual_out == residual
+            in_residual = residual_out == residual and self._residual_out_may_be_residual
             return not (
                 (residual_out < x + self._x_bytes and x < end and not in_x)
                 or (residual_out < weight + self._weight_bytes and weight < end)
@@ -249,6 +252,21 @@ class Entry:
                 or (residual_out < residual_end and residual < end and not in_residual)
             )
         return True
+
+    def launched_on(self, call: Forward) -> bool:
+        """Whether the launch had the arrays of `call`, not copies, each as this road takes it."""
+        arrays = [
+            array if isinstance(array, Array) else None
+            for array in (getattr(call, name) for name in self.addresses)
+        ]
+        return all(
+            ADDRESS.unpack_from(self._packed, place - 8)[0] == (array.pointer if array else 0)
+            for place, array in zip(self._places, arrays, strict=True)
+        ) and not any(
+            array.pointer % ALIGNMENT or min(array.strides, default=0) < 0
+            for array in arrays
+            if array
+        )
 
     def new_buffer(self) -> tuple[Any, int]:
         """The driver's list of one parameter, then that parameter: the struct of all arguments."""
@@ -285,6 +303,11 @@ def _places(kernel: str, accumulation: str, names: tuple[str, ...]) -> tuple[int
 def reach(array: Array | float | None) -> int:
     """Bytes from the first element to the end of the last one; 0 where there is no array."""
     return _overlap.reach(array) if isinstance(array, Array) else 0
+
+
+def _alike(a: Array | None, b: Array | None) -> bool:
+    """Whether two arrays of one shape are the same if they begin at the same place."""
+    return a is not None and b is not None and (a.dtype, a.strides) == (b.dtype, b.strides)
 
 
 libraries: dict[type, Library] = {}  # by the type of x
@@ -337,27 +360,6 @@ def _torch_library(torch: Any) -> Library:
     current_device = _device.runtime().getDevice
 
     def address(array: Any, device: int) -> int:
-        # The negative bit is not asked for, which costs more than a pointer: a view that has it
-        # skips every other number, and is contiguous only where it has a single element.
-        try:
-            if array.get_device() == device and array.is_contiguous():
-                return array.data_ptr()  # type: ignore[no-any-return]
-        except RuntimeError:
-            pass  # no memory of its own, as within vmap
-        return 0
-
-    def input(array: Any, device: int) -> int:
-        cls = type(array)
-        if cls is not tensor and cls is not parameter:
-            return 0
-        if array.requires_grad and grad_enabled():
-            return 0
-        return address(array, device)
-
-    def output(array: Any, device: int) -> int:
-        return 0 if type(array) is not tensor or array.requires_grad else address(array, device)
-
-    def strided_address(array: Any, device: int) -> int:
         if forward_ad._current_level >= 0:  # where it may be a dual tensor
             return 0
         try:
@@ -366,14 +368,17 @@ def _torch_library(torch: Any) -> Library:
             return 0  # no memory of its own, as within vmap
 
     def strided_input(array: Any, device: int) -> int:
-        if type(array) is not tensor or (array.requires_grad and grad_enabled()):
+        cls = type(array)
+        if cls is not tensor and cls is not parameter:
             return 0
-        return strided_address(array, device)
+        return 0 if array.requires_grad and grad_enabled() else address(array, device)
 
     def strided_output(array: Any, device: int) -> int:
-        if type(array) is not tensor or array.requires_grad:
-            return 0
-        return strided_address(array, device)
+        return 0 if type(array) is not tensor or array.requires_grad else address(array, device)
+
+    def input(array: Any, device: int) -> int:
+        at = strided_input(array, device)
+        return at if at and array.is_contiguous() else 0
 
     def road(
         kept: Kept,
@@ -388,15 +393,18 @@ def _torch_library(torch: Any) -> Library:
     ) -> Done | None:
         residual_at = weight_at = bias_at = y_at = residual_out_at = 0
         weight_dtype = weight_shape = bias_dtype = bias_shape = None
-        residual_dtype = y_dtype = residual_out_dtype = None
+        residual_kind: Hashable = None
+        y_kind: Hashable = None
+        residual_out_kind: Hashable = None
         # The negative bit is not asked for, which costs more than a pointer: a view that has it
-        # skips every other number, and is contiguous only where it has a single element.
+        # skips every other number, and kernels take its rows without a copy only where they have
+        # a single element.
         try:
             device = x.get_device()
             shape = x.shape
             x_at = x.data_ptr()
+            x_kind = shape if x.is_contiguous() else (shape, x.stride())
             tracked = x.requires_grad
-            contiguous = x.is_contiguous()
             if weight is not None:
                 cls = type(weight)
                 if (cls is not parameter and cls is not tensor) or not weight.is_contiguous():
@@ -415,44 +423,44 @@ def _torch_library(torch: Any) -> Library:
                 bias_shape = bias.shape
             if residual is not None:
                 cls = type(residual)
-                if (cls is not tensor and cls is not parameter) or not residual.is_contiguous():
+                if (cls is not tensor and cls is not parameter) or residual.shape != shape:
                     return None
                 tracked = tracked or residual.requires_grad
                 residual_at = residual.data_ptr()
-                residual_dtype = residual.dtype
-                if residual.shape != shape:
-                    return None
+                residual_kind = residual.dtype
+                if not residual.is_contiguous():
+                    residual_kind = residual_kind, residual.stride()
             if out is not None:
-                if type(out) is not tensor or not out.is_contiguous() or out.requires_grad:
+                if type(out) is not tensor or out.requires_grad or out.shape != shape:
                     return None
                 y_at = out.data_ptr()
-                y_dtype = out.dtype
-                if out.shape != shape:
-                    return None
+                y_kind = out.dtype
+                if not out.is_contiguous():
+                    y_kind = y_kind, out.stride()
             if residual_out is not None:
                 cls = type(residual_out)
-                if cls is not tensor or not residual_out.is_contiguous():
+                if cls is not tensor or residual_out.requires_grad or residual_out.shape != shape:
                     return None
                 residual_out_at = residual_out.data_ptr()
-                residual_out_dtype = residual_out.dtype
-                if residual_out.requires_grad or residual_out.shape != shape:
-                    return None
+                residual_out_kind = residual_out.dtype
+                if not residual_out.is_contiguous():
+                    residual_out_kind = residual_out_kind, residual_out.stride()
         except RuntimeError:  # no memory of its own, as within vmap
             return None
-        if not contiguous or (tracked and grad_enabled()) or forward_ad._current_level >= 0:
+        if (tracked and grad_enabled()) or forward_ad._current_level >= 0:
             return None
         key = (
             current_device(),
             device,
             x.dtype,
-            shape,
+            x_kind,
             weight_dtype,
             weight_shape,
             bias_dtype,
             bias_shape,
-            residual_dtype,
-            y_dtype,
-            residual_out_dtype,
+            residual_kind,
+            y_kind,
+            residual_out_kind,
             raw_stream(device),
             x_at,
             residual_at,
@@ -540,10 +548,13 @@ def _torch_library(torch: Any) -> Library:
     def bind(kept: Kept, weight: Any) -> Short:
         return functools.partial(plain, kept, weight)
 
-    def like(name: str, x_name: str) -> Callable[[Any], Any]:
-        if name == x_name:  # an argument more costs half a microsecond
-            return torch.empty_like  # type: ignore[no-any-return]
-        return functools.partial(torch.empty_like, dtype=getattr(torch, name))
+    def like(name: str, x: Array) -> Callable[[Any], Any]:
+        options = {}  # each costs half a microsecond
+        if name != x.dtype:
+            options["dtype"] = getattr(torch, name)
+        if not is_contiguous(x.shape, x.strides):
+            options["memory_format"] = torch.contiguous_format
+        return functools.partial(torch.empty_like, **options) if options else torch.empty_like
 
     def new_at(array: Any) -> int:
         try:
@@ -557,7 +568,6 @@ def _torch_library(torch: Any) -> Library:
         bind=bind,
         traced=torch.compiler.is_dynamo_compiling,
         input=input,
-        output=output,
         strided_input=strided_input,
         strided_output=strided_output,
         strides=tensor.stride,
@@ -596,17 +606,15 @@ def _cupy_library(cupy: Any) -> Library:
     ndarray, current_stream = cupy.ndarray, cupy.cuda.get_current_stream
     current_device = _device.runtime().getDevice
 
-    def address(array: Any, device: int) -> int:
-        if type(array) is not ndarray:
-            return 0
-        data = array.data
-        return data.ptr if array._c_contiguous and data.device_id == device else 0
-
     def strided_address(array: Any, device: int) -> int:
         if type(array) is not ndarray:
             return 0
         data = array.data
         return data.ptr if data.device_id == device else 0
+
+    def address(array: Any, device: int) -> int:
+        at = strided_address(array, device)
+        return at if at and array._c_contiguous else 0
 
     def road(
         kept: Kept,
@@ -621,13 +629,14 @@ def _cupy_library(cupy: Any) -> Library:
     ) -> Done | None:
         residual_at = weight_at = bias_at = y_at = residual_out_at = 0
         weight_dtype = weight_shape = bias_dtype = bias_shape = None
-        residual_dtype = y_dtype = residual_out_dtype = None
+        residual_kind: Hashable = None
+        y_kind: Hashable = None
+        residual_out_kind: Hashable = None
         data = x.data
         device = data.device_id
         x_at = data.ptr
         shape = x.shape
-        if not x._c_contiguous:
-            return None
+        x_kind = shape if x._c_contiguous else (shape, x.strides)
         if weight is not None:
             if type(weight) is not ndarray or not weight._c_contiguous:
                 return None
@@ -641,36 +650,38 @@ def _cupy_library(cupy: Any) -> Library:
             bias_dtype = bias.dtype
             bias_shape = bias.shape
         if residual is not None:
-            if type(residual) is not ndarray or not residual._c_contiguous:
+            if type(residual) is not ndarray or residual.shape != shape:
                 return None
             residual_at = residual.data.ptr
-            residual_dtype = residual.dtype
-            if residual.shape != shape:
-                return None
+            residual_kind = residual.dtype
+            if not residual._c_contiguous:
+                residual_kind = residual_kind, residual.strides
         if out is not None:
-            if type(out) is not ndarray or not out._c_contiguous or out.shape != shape:
+            if type(out) is not ndarray or out.shape != shape:
                 return None
             y_at = out.data.ptr
-            y_dtype = out.dtype
+            y_kind = out.dtype
+            if not out._c_contiguous:
+                y_kind = y_kind, out.strides
         if residual_out is not None:
-            if type(residual_out) is not ndarray or not residual_out._c_contiguous:
+            if type(residual_out) is not ndarray or residual_out.shape != shape:
                 return None
             residual_out_at = residual_out.data.ptr
-            residual_out_dtype = residual_out.dtype
-            if residual_out.shape != shape:
-                return None
+            residual_out_kind = residual_out.dtype
+            if not residual_out._c_contiguous:
+                residual_out_kind = residual_out_kind, residual_out.strides
         key = (
             current_device(),
             device,
             x.dtype,
-            shape,
+            x_kind,
             weight_dtype,
             weight_shape,
             bias_dtype,
             bias_shape,
-            residual_dtype,
-            y_dtype,
-            residual_out_dtype,
+            residual_kind,
+            y_kind,
+            residual_out_kind,
             current_stream(device).ptr,
             x_at,
             residual_at,
@@ -763,7 +774,7 @@ def _cupy_library(cupy: Any) -> Library:
 
         return short
 
-    def like(name: str, x_name: str) -> Callable[[Any], Any]:
+    def like(name: str, x: Array) -> Callable[[Any], Any]:
         dtype = numpy_dtype(name)
         return lambda x: ndarray(x.shape, dtype)
 
@@ -773,7 +784,6 @@ def _cupy_library(cupy: Any) -> Library:
         bind=bind,
         traced=None,
         input=address,
-        output=address,
         strided_input=strided_address,
         strided_output=strided_address,
         strides=operator.attrgetter("strides"),
@@ -829,9 +839,8 @@ def remember(
         return
     if _device.ready() != checked.x.device.index:
         return
-    made = (checked.y.pointer, checked.residual_out.pointer if checked.residual_out else 0)
-    if not any(pointer % ALIGNMENT for pointer in made):
-        learnt = Entry(library, checked, launched, began)
+    learnt = Entry(library, checked, launched, began)
+    if learnt.launched_on(checked):
         library.road(entries, x, residual, weight, bias, out, residual_out, learnt)
 
 

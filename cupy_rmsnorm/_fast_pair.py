@@ -149,10 +149,10 @@ def forward(
     q_made_at, k_made_at = q_out_at, k_out_at
     if q_out is None:
         q_made = library.empty(q, q.shape, entry.y_dtype)
-        q_made_at = library.output(q_made, device)
+        q_made_at = library.strided_output(q_made, device)
     if k_out is None:
         k_made = library.empty(k, k.shape, entry.y_dtype)
-        k_made_at = library.output(k_made, device)
+        k_made_at = library.strided_output(k_made, device)
     if not q_made_at or not k_made_at or (q_made_at | k_made_at) % ALIGNMENT:
         return None
     at = (q_at, k_at, q_weight_at, k_weight_at, q_made_at, k_made_at)

@@ -139,6 +139,9 @@ class CuPyLibrary:
     def address(self, array: Any) -> int:
         return int(array.data.ptr)
 
+    def strides(self, array: Any) -> tuple[int, ...]:
+        return tuple(array.strides)
+
 
 class TorchLibrary:
     """torch tensors on the CPU that say they are on GPU 0."""
@@ -183,6 +186,9 @@ class TorchLibrary:
 
     def address(self, array: Any) -> int:
         return int(array.data_ptr())
+
+    def strides(self, array: Any) -> tuple[int, ...]:
+        return tuple(array.stride())
 
 
 LIBRARIES = {"cupy": CuPyLibrary, "torch": TorchLibrary}
@@ -255,6 +261,88 @@ def test_a_repeated_call_launches_the_same(
     assert not first.short
     assert second == dataclasses.replace(first, short=True)
     assert first.stream == STREAM
+
+
+def qkv(library: Any) -> tuple[Any, Any]:
+    """q and k of one buffer, between other rows."""
+    rows = library.empty((ROWS, 3, HIDDEN_SIZE))
+    return rows[:, 0], rows[:, 1]
+
+
+# x and an output, in layouts that kernels take without a copy.
+LAYOUTS: dict[str, Callable[[Any], tuple[Any, Any]]] = {
+    "q of qkv": lambda library: (qkv(library)[0], library.empty((ROWS, HIDDEN_SIZE))),
+    "q of qkv in place": lambda library: 2 * qkv(library)[:1],
+    "every second row": lambda library: (
+        library.empty((2 * ROWS, HIDDEN_SIZE))[::2],
+        library.empty((ROWS, HIDDEN_SIZE)),
+    ),
+    "into a wider buffer": lambda library: (
+        library.empty((ROWS, HIDDEN_SIZE)),
+        library.empty((ROWS, 2 * HIDDEN_SIZE))[:, HIDDEN_SIZE:],
+    ),
+    "heads": lambda library: 2 * (library.empty((ROWS, 5, HIDDEN_SIZE))[:, 1:4],),
+    "swapped axes": lambda library: 2 * (library.empty((3, ROWS, HIDDEN_SIZE)).swapaxes(0, 1),),
+}
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strided_rows(driver: Driver, library: Any, layout: str, adds: bool) -> None:
+    """The short road launches the same for a layout that it has seen, at any address."""
+    general = []
+    for _ in range(3):
+        x, out = LAYOUTS[layout](library)
+        weight = library.empty((HIDDEN_SIZE,))
+        if adds:
+            residual, sums = LAYOUTS[layout](library)
+            arguments, outputs = (x, residual, weight), {"out": out, "residual_out": sums}
+            function: Any = norms.add_rms_norm
+        else:
+            arguments, outputs, function = (x, weight), {"out": out}, norms.rms_norm
+        function(*arguments, **outputs)
+        with mock.patch.object(_fast, "libraries", {}), mock.patch.object(_fast, "_kept", {}):
+            function(*arguments, **outputs)
+        short, long = driver.launches[-2:]
+        assert not long.short
+        assert short == dataclasses.replace(long, short=short.short)
+        assert unpacked(short)["x"] == library.address(x)
+        general.append(not short.short)
+    assert general == [True, False, False]
+
+
+def test_new_outputs_of_strided_rows(driver: Driver, library: Any) -> None:
+    x = library.empty((3, ROWS, HIDDEN_SIZE)).swapaxes(0, 1)
+    made = [norms.add_rms_norm(x, x) for _ in range(2)]
+    assert [launch.short for launch in driver.launches] == [False, True]
+    for general, short in zip(*made, strict=True):
+        assert short.shape == general.shape == (ROWS, 3, HIDDEN_SIZE)
+        assert library.strides(short) == library.strides(general)
+
+
+@pytest.mark.parametrize("strides", ["swapped", "as they were"])
+def test_strided_rows_that_overlap_stay_refused(driver: Driver, library: Any, strides: str) -> None:
+    """An output that begins where x does is x only if it lies the same."""
+    room = library.empty((ROWS, ROWS, HIDDEN_SIZE))
+    x = room.swapaxes(0, 1)
+    free = library.empty((ROWS, ROWS, HIDDEN_SIZE))
+    other = free if strides == "swapped" else free.swapaxes(0, 1)
+    norms.rms_norm(x, out=other)
+    if strides == "swapped":
+        with pytest.raises(ValueError, match=r"^out must not overlap x"):
+            norms.rms_norm(x, out=room)
+    else:
+        norms.rms_norm(x, out=x)
+        assert [launch.short for launch in driver.launches] == [False, True]
+
+
+def test_a_neighbour_in_a_packed_buffer_is_left_to_the_general_road(
+    driver: Driver, library: Any
+) -> None:
+    q, k = qkv(library)
+    for _ in range(2):
+        norms.rms_norm(q, out=k)
+    assert [launch.short for launch in driver.launches] == [False, False]
 
 
 def test_other_addresses_are_packed(driver: Driver, library: Any) -> None:
@@ -338,6 +426,10 @@ def call_again(library: Any, change: str) -> None:
     options: dict[str, Any] = {}
     if change == "strided x":
         x = library.empty((ROWS, 2 * HIDDEN_SIZE))[:, :HIDDEN_SIZE]
+    elif change == "gaps within rows":
+        x = library.empty((ROWS, 2 * HIDDEN_SIZE))[:, ::2]
+    elif change == "rows backwards":
+        x = x[::-1] if library.name == "cupy" else x  # torch has none
     elif change == "misaligned x":
         x = library.empty((ROWS * HIDDEN_SIZE + 4,))[4:].reshape(shape)
     elif change == "strided weight":
@@ -367,9 +459,11 @@ def call_again(library: Any, change: str) -> None:
 
 CHANGES = (
     "strided x",
+    "strided out",
+    "gaps within rows",
+    "rows backwards",
     "misaligned x",
     "strided weight",
-    "strided out",
     "constant weight",
     "mask",
     "valid_rows",
@@ -381,12 +475,26 @@ CHANGES = (
 )
 
 
+def test_an_unaligned_first_call_decides_nothing(driver: Driver, library: Any) -> None:
+    for change in ("misaligned x", "", ""):
+        call_again(library, change)
+    unaligned, aligned, again = driver.launches
+    assert [launch.short for launch in driver.launches] == [False, False, True]
+    assert unaligned.specialisation != aligned.specialisation == again.specialisation
+
+
 @pytest.mark.parametrize("change", ["", *CHANGES])
 def test_what_qualifies(driver: Driver, library: Any, change: str) -> None:
     call_again(library, "")
     for _ in range(2):
         call_again(library, change)
-    expected = {"": [False, True, True], "no rows": [False]}.get(change, [False, False, False])
+    expected = [False, False, False]
+    if change == "no rows":
+        expected = [False]
+    elif change in ("strided x", "strided out"):
+        expected = [False, False, True]
+    elif not change or (change == "rows backwards" and library.name == "torch"):
+        expected = [False, True, True]
     assert [launch.short for launch in driver.launches] == expected
 
 
