@@ -139,11 +139,15 @@ def loaded() -> Loaded | None:
     return _loaded
 
 
-def load(path: str, version: str) -> None:
-    """Use the plans of a file, all of them or, where one is refused, none."""
-    global _loaded
+def read(path: str) -> bytes:
+    """What is in a file, or a byte more than the longest may have."""
     with open(path, "rb") as file:
-        content = file.read(LARGEST_FILE + 1)
+        return file.read(LARGEST_FILE + 1)
+
+
+def load(path: str, content: bytes, version: str) -> None:
+    """Use the plans in a file's content, all of them or, where one is refused, none."""
+    global _loaded
     try:
         document = parse(content)
         check_version(document, version)

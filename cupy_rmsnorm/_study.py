@@ -204,13 +204,16 @@ def run(
         rows = activations(args.activations)
     except (OSError, ValueError) as error:
         raise StudyError(f"cannot read {args.activations}: {error}") from error
+    every = cases(*rows.shape)
+    _refuse_unknown("case", args.case, [case.name for case in every])
+    _refuse_unknown("variant", args.variant, [variant.name for variant in _all_variants()])
     chosen = [
-        case
-        for case in cases(*rows.shape)
-        if args.case is None or any(text in case.name for text in args.case)
+        case for case in every if args.case is None or any(text in case.name for text in args.case)
     ]
     jobs = [(case, dtype) for case in chosen for dtype in _dtypes(case, args.dtype)]
     ops = args.op or OPS
+    if not any(_wanted(case, dtype, ops, args.variant) for case, dtype in jobs):
+        raise StudyError("these options together leave no variant to run")
     if args.list:
         _print_list(jobs, ops, args.variant)
         return 0
@@ -242,6 +245,13 @@ def run(
         plot(args.plot, report.table)
         print(f"with plots {time.monotonic() - begin:.0f} s")
     return 0
+
+
+def _refuse_unknown(what: str, texts: Iterable[str] | None, names: Iterable[str]) -> None:
+    names = list(dict.fromkeys(names))
+    for text in texts or ():
+        if not any(text in name for name in names):
+            raise StudyError(f"no {what}'s name contains {text!r}; there are {', '.join(names)}")
 
 
 def _dtypes(case: Case, wanted: Iterable[str] | None) -> list[str]:

@@ -283,10 +283,11 @@ def load_plans(path: str | os.PathLike[str] | None) -> None:
             raise TypeError(f"path must be a str or path-like, got {type(path).__name__}") from None
         from . import _info
 
+        content = _plan_file.read(name)
         usable, reason = _info.available()
         if not usable:
             raise RuntimeError(f"plans are for a GPU's model, and there is none here: {reason}")
-        _plan_file.load(name, sys.modules[__package__ or ""].__version__)
+        _plan_file.load(name, content, sys.modules[__package__ or ""].__version__)
     _fast.forget()
 
 

@@ -274,15 +274,15 @@ def _report(job: Job, result: Result, verdict: Verdict) -> Rows:
         percent = 100 * result.copy_seconds / result.seconds
         bandwidth += f", {percent:.0f} % of a device copy of the same bytes"
     judged = "correct" if verdict.correct else "WRONG"
+    judgement = f"{verdict.error:.3g}, {verdict.share:.2f} of what rounding allows: {judged}"
+    if verdict.nans + verdict.infinities == y.size:
+        judgement = "not known: no result is finite"
     rows = [
         ("input", f"{shape} {job.x.dtype}{parameters}"),
         ("call", f"{job.op}, eps {job.eps:g}"),
         ("time", _duration(result.seconds)),
         ("bandwidth", bandwidth),
-        (
-            "largest error",
-            f"{verdict.error:.3g}, {verdict.share:.2f} of what rounding allows: {judged}",
-        ),
+        ("largest error", judgement),
     ]
     counts = ((verdict.nans, "NaN"), (verdict.infinities, "infinite"))
     if found := [f"{count} {what}" for count, what in counts if count]:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import sys
 
-import torch
+try:
+    import torch
 
-import cupy_rmsnorm as cr
+    import cupy_rmsnorm as cr
+except ModuleNotFoundError as error:
+    sys.exit(f'{error}. In a clone, run: pip install ".[cuda12,torch]"')
 
 HIDDEN, LAYERS, TOKENS = 2048, 4, 3
 

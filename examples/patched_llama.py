@@ -8,11 +8,16 @@ A small Llama with random weights stands for one that you load: it takes torch a
 
 from __future__ import annotations
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import sys
 
-from cupy_rmsnorm import is_available
-from cupy_rmsnorm.torch import patch, unpatch
+try:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from cupy_rmsnorm import is_available
+    from cupy_rmsnorm.torch import patch, unpatch
+except ModuleNotFoundError as error:
+    sys.exit(f'{error}. In a clone, run: pip install ".[models]"')
 
 
 def main() -> bool:

@@ -8,11 +8,15 @@ Without a GPU it runs on NumPy, by the same calls.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-import numpy as np
+try:
+    import numpy as np
 
-import cupy_rmsnorm as cr
+    import cupy_rmsnorm as cr
+except ModuleNotFoundError as error:
+    sys.exit(f'{error}. In a clone, run: pip install ".[cuda12]"')
 
 if cr.is_available():
     import cupy as xp

@@ -404,6 +404,13 @@ def test_infinities_and_nans_are_not_wrong(run: Run) -> None:
     assert (status, err) == (0, "")
     assert "16 NaN of 32 results, as in the reference" in out
 
+    np.save("x.npy", np.full((4, 8), np.nan, np.float16))
+    status, out, err = run("demo", "x.npy", "--device", "cpu")
+    assert (status, err) == (0, "")
+    assert "not known: no result is finite" in out
+    assert "correct" not in out
+    assert "32 NaN of 32 results, as in the reference" in out
+
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])

@@ -23,9 +23,9 @@ EXAMPLES = {
 }
 
 
-def run(name: str) -> subprocess.CompletedProcess[str]:
+def run(name: str, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, f"examples/{name}.py"],
+        [sys.executable, *options, f"examples/{name}.py"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -81,3 +81,19 @@ def test_an_example_without_a_gpu_says_so() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("this example needs a GPU: ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_says_what_to_install(name: str) -> None:
+    done = run(name, "-S")  # without site-packages
+    assert done.returncode == 1
+    said = r"No module named '\w+'\. In a clone, run: pip install \"\.\[(\w+,?)+\]\"\n"
+    assert re.fullmatch(said, done.stderr)
+
+
+def test_torchs_modules_say_what_to_install() -> None:
+    program = "import sys; sys.modules['torch'] = None; import cupy_rmsnorm.torch"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    last = "ModuleNotFoundError: cupy_rmsnorm.torch needs torch; run: pip install torch\n"
+    assert done.stderr.endswith(last)
+    assert done.stderr.count("Traceback") == 1

@@ -264,6 +264,8 @@ def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "plans.json").write_text(json.dumps(document(RMS)))
     with pytest.raises(RuntimeError, match=r"GPU's model, and there is none here: the machine"):
         norms.load_plans(tmp_path / "plans.json")
+    with pytest.raises(FileNotFoundError, match=r"missing\.json"):
+        norms.load_plans(tmp_path / "missing.json")
     norms.load_plans(None)
 
 

@@ -441,7 +441,6 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     ("options", "count", "cases"),
     [
         (["--op", "rms_norm", "--variant", "f16x8_pack_f32", "--case", "4096x4096"], 4, 1),
-        (["--variant", "f32x4", "--dtype", "float16"], 0, 0),
         (["--op", "layer_norm", "--variant", "f16_f16", "--case", "x128x1024"], 1, 6),
         (["--dtype", "bfloat16", "--variant", "bf16x8_pack_f32"], 2, 8),
     ],
@@ -454,6 +453,24 @@ def test_the_list_is_of_what_would_run(
     assert (len(lines), blank) == (count, "")
     assert all(options[options.index("--variant") + 1] in line for line in lines)
     assert len([name for name in last.removeprefix("Cases:").split(",") if name.strip()]) == cases
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--case", "nosuch"], "no case's name contains 'nosuch'; there are 4096x512, "),
+        (["--case", "4096x512", "--case", "x9"], "no case's name contains 'x9'; there are "),
+        (["--variant", "nosuch"], "no variant's name contains 'nosuch'; there are f32, f32x4, "),
+        (["--variant", "f32x4", "--dtype", "float16"], "these options together leave no variant"),
+        (["--case", "x128x768", "--dtype", "bfloat16"], "these options together leave no variant"),
+    ],
+)
+@pytest.mark.parametrize("listed", [["--list"], []])
+def test_what_selects_nothing_is_refused(
+    options: list[str], message: str, listed: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["study", *listed, *options]) == 2
+    assert f"cupy-rmsnorm: {message}" in capsys.readouterr().err
 
 
 def test_without_a_gpu_it_says_why(capsys: pytest.CaptureFixture[str]) -> None:
