@@ -78,30 +78,30 @@ def explain(driver: Driver, cupy: CuPy) -> str:
     major = _fitting_major(driver, cupy)
     install = f"pip install {_requirements(major)}"
     if driver.cuda < 12000 or not driver.devices:
-        return _explain_driver(driver, install)
+        return _explain_driver(driver, "" if cupy.wheels else install)
     replace = f"pip uninstall -y {' '.join(cupy.wheels)} && {install}" if cupy.wheels else install
     return _explain_cupy(driver, cupy, replace) or _explain_toolkit(cupy)
 
 
 def _explain_driver(driver: Driver, install: str) -> str:
+    """`install` is "" where a CuPy is there already: whether it fits, a driver has to say first."""
+    then = f", and then run: {install}" if install else ""
     if not driver.cuda:
         return (
-            f"no NVIDIA driver was found ({driver.error}); install NVIDIA's driver, which pip "
-            f"cannot, and then run: {install}"
+            f"no NVIDIA driver was found ({driver.error}); with an NVIDIA GPU, install NVIDIA's "
+            f"driver, which pip cannot{then}"
         )
     if driver.cuda < 12000:
         return (
             f"the NVIDIA driver supports CUDA {_dotted(driver.cuda)}, 12.0 or newer is needed; "
-            f"update the driver and then run: {install}"
+            f"update the driver{then}"
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     cause = driver.error or (
         "the machine has none" if visible is None else f"CUDA_VISIBLE_DEVICES is {visible!r}"
     )
-    return (
-        f"the NVIDIA driver shows no GPU ({cause}); no pip command mends that, and CuPy comes "
-        f"with: {install}"
-    )
+    besides = f", and CuPy comes with: {install}" if install else ""
+    return f"the NVIDIA driver shows no GPU ({cause}); no pip command mends that{besides}"
 
 
 def _explain_cupy(driver: Driver, cupy: CuPy, replace: str) -> str:

@@ -122,19 +122,27 @@ def raising(error: str) -> str:
 
 REASONS = {
     "no driver": (
+        Machine((0, 0, "libcuda.so.1: cannot open shared object file"), packages=()),
+        "no NVIDIA driver was found (libcuda.so.1: cannot open shared object file); with an NVIDIA "
+        f"GPU, install NVIDIA's driver, which pip cannot, and then run: pip install {GOOD}",
+    ),
+    "no driver, CuPy": (
         Machine((0, 0, "libcuda.so.1: cannot open shared object file")),
-        "no NVIDIA driver was found (libcuda.so.1: cannot open shared object file); install "
-        f"NVIDIA's driver, which pip cannot, and then run: pip install {GOOD}",
+        "no NVIDIA driver was found (libcuda.so.1: cannot open shared object file); with an NVIDIA "
+        "GPU, install NVIDIA's driver, which pip cannot",
     ),
     "old driver": (
+        Machine((11040, 1), packages=()),
+        "the NVIDIA driver supports CUDA 11.4, 12.0 or newer is needed; update the driver, and "
+        f"then run: pip install {GOOD}",
+    ),
+    "old driver, CuPy": (
         Machine((11040, 1)),
-        "the NVIDIA driver supports CUDA 11.4, 12.0 or newer is needed; update the driver and then "
-        f"run: pip install {GOOD}",
+        "the NVIDIA driver supports CUDA 11.4, 12.0 or newer is needed; update the driver",
     ),
     "no device": (
         Machine((12090, 0)),
-        "the NVIDIA driver shows no GPU (the machine has none); no pip command mends that, and "
-        f"CuPy comes with: pip install {GOOD}",
+        "the NVIDIA driver shows no GPU (the machine has none); no pip command mends that",
     ),
     "hidden device": (
         Machine((13000, 0), packages=(), visible=""),
@@ -143,8 +151,7 @@ REASONS = {
     ),
     "broken driver": (
         Machine((12090, 0, "cuInit returned error 803")),
-        "the NVIDIA driver shows no GPU (cuInit returned error 803); no pip command mends that, "
-        f"and CuPy comes with: pip install {GOOD}",
+        "the NVIDIA driver shows no GPU (cuInit returned error 803); no pip command mends that",
     ),
     "no CuPy": (
         Machine(source="", packages=()),
