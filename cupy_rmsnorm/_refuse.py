@@ -154,7 +154,7 @@ def pair_of_counts(name: str, value: object, what: str) -> tuple[int, int]:
 def not_an_array(name: str, value: object, *, constant: bool = False) -> NoReturn:
     """Refuse a value that is no array of any library."""
     hint = ""
-    if constant and isinstance(value, tuple):
+    if constant and isinstance(value, (tuple, list)) and all(isinstance(n, int) for n in value):
         hint = " (the normalised shape follows from x and axis)"
     wanted = "an array or a real number" if constant else "an array"
     raise TypeError(f"{name} must be {wanted}, got {kind(value)}{hint}")

@@ -121,13 +121,16 @@ PARAMETER_CASES = [
         X,
         np.array(2, F32),
     ),
-    case(
-        rms,
-        TypeError,
-        "weight must be an array or a real number, got tuple "
-        "(the normalised shape follows from x and axis)",
-        X,
-        (4,),
+    *(
+        case(
+            rms,
+            TypeError,
+            f"weight must be an array or a real number, got {type(shape).__name__} "
+            "(the normalised shape follows from x and axis)",
+            X,
+            shape,
+        )
+        for shape in ((4,), [4])
     ),
     case(rms, TypeError, "weight must be an array or a real number, got list", X, [1.0] * 4),
     case(rms, TypeError, "weight must be an array or a real number, got bool", X, True),
