@@ -745,3 +745,26 @@ def test_the_study_under_pytest_benchmark(tmp_path: Path) -> None:
     compared = run_study(tmp_path, "--benchmark-compare", "--benchmark-compare-fail=median:5%")
     assert compared.count("(NOW)") == 2
     assert "2 passed" in run_study(tmp_path, "--benchmark-disable")
+
+
+@pytest.mark.parametrize(
+    ("ours", "holds"), [(4.5, True), (4.6, False), (None, False)], ids=["fast", "slow", "missing"]
+)
+def test_bars_on_host_cost_name_what_they_demand(
+    ours: float | None, holds: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("cupy")
+    pytest.importorskip("torch")
+    from benchmarks import host
+
+    bar = host.Bar(host.CUPY_OUT, 1.5, host.LAUNCH)
+    times = {host.LAUNCH: 3.01} | ({} if ours is None else {host.CUPY_OUT: ours})
+    verdict = bar.verdict(times)
+    demand = "rms_norm ours cupy out=: at most 1.50 of launch driver packed, the kernel of rms_norm"
+    assert (verdict["bar"], verdict["holds"]) == (demand, holds)
+    json.dumps(verdict, allow_nan=False)
+    host.show_bars([verdict])
+    shown = capsys.readouterr().out
+    assert demand in shown
+    assert f"{holds:d} of 1 bars hold" in shown
+    assert ("not measured" in shown) == (ours is None)
