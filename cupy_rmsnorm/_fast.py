@@ -16,8 +16,8 @@ A call qualifies if
 Any other call, and the first of its kind, takes the general road, which checks, plans and compiles.
 What that launched is kept here, under everything that chose it. A later call differs in addresses
 and stream alone, so both roads run the same kernel with the same arguments. What it launches is
-kept as well, under these: an array where such a launch had one is aligned, on its device, and apart
-from the others, and is not asked about that again.
+kept as well, under these, with what chose it: arrays where such a launch had like ones are aligned,
+on their device, and apart from each other, and are not asked about that again.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import operator
 import struct
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from ._kernel import Launched
 
 ItemT = TypeVar("ItemT")
+KeyT = TypeVar("KeyT")
 
 # How many kinds of calls are kept of one function and its options, and how many of the latter; the
 # oldest goes first. And how many launches, of about 1 KB each: a loop comes back to its addresses.
@@ -49,7 +51,6 @@ LIMIT = 512
 OPTIONS_LIMIT = 64
 LAUNCHES_LIMIT = 4096
 ALIGNMENT = 16  # bytes: where every array begins
-KIND = 11  # how much of a key says what the arrays are; the rest, where
 
 # What differs from call to call in the packed arguments of a forward kernel. In a buffer the
 # driver's list of one parameter comes before them.
@@ -57,12 +58,14 @@ _ADDRESSES = ("y", "residual_out", "mean", "rstd", "x", "residual", "weight", "b
 ADDRESS = struct.Struct("@Q")
 
 Done = tuple[Any, Any, Any, Any]  # y, residual_out, mean and rstd
-# A launch with all its arguments, and the buffer where those of the kernel lie. The driver copies
-# them and nobody changes them, so threads may share one.
-Launch = tuple[Callable[[], None], object]
-Launches = dict[Hashable, Launch]
+Kind = tuple[Hashable, ...]  # what chose a launch: devices, dtypes, shapes
+At = tuple[int, ...]  # the stream, and where the arrays are
+# A launch with all its arguments, its kind, and the buffer where the kernel's arguments lie. The
+# driver copies them and nobody changes them, so threads may share one.
+Launch = tuple[Callable[[], None], Kind, object]
+Launches = dict[At, Launch]
 Short = Callable[[Any, Any], Any]  # of a bound norm: (x, out) -> y, or None
-Bound = tuple[Launches, Hashable]  # where a launch is kept, and under what
+Bound = tuple[Launches, At, Kind]  # where a launch is kept, and as what
 
 
 class Road(Protocol):
@@ -94,7 +97,9 @@ class Library:
     road: Road
     # The same of a call (kept, weight, x, out) without residual and bias: y, or None.
     plain: Callable[[Kept, Any, Any, Any], Any]
-    # The same with the weight bound.
+    # The same of a call (kept, weight, x, residual, out, residual_out): whether it was launched.
+    add: Callable[[Kept, Any, Any, Any, Any, Any], bool]
+    # That without a residual, with the weight bound.
     bind: Callable[[Kept, Any], Short]
     traced: Callable[[], bool] | None  # whether the library traces calls at the moment
     # The address of a contiguous array that qualifies on this device, else 0.
@@ -153,22 +158,17 @@ class Entry:
         self._residual_out_may_be_residual = _alike(call.residual_out, call.residual)
 
     def run(
-        self,
-        launches: Launches,
-        key: tuple[Any, ...],
-        arrays: tuple[Any, ...],
-        bound: Bound | None,
+        self, kept: Kept, kind: Kind, at: At, arrays: tuple[Any, ...], bound: Bound | None
     ) -> Done | None:
         """Launch it, or return None before anything happened.
 
-        `arrays` are x, residual, weight, bias, out and residual_out; `key` is what a road made of
-        them: their kind, the stream, and their addresses in this order.
+        `arrays` are x, residual, weight, bias, out and residual_out. `kind` and `at` are what a
+        road made of them: the latter the stream, their addresses in this order, and no statistics.
         """
-        stream, x_at, residual_at, weight_at, bias_at, y_at, residual_out_at = key[KIND:]
+        stream, x_at, residual_at, weight_at, bias_at, y_at, residual_out_at, mean_at, rstd_at = at
         x, residual, _, _, out, residual_out = arrays
         library = self._library
         y, sums, mean, rstd = out, residual_out, None, None
-        mean_at = rstd_at = 0
         if out is None:
             y = self.y_like(x)
             y_at = library.new_at(y)
@@ -181,14 +181,13 @@ class Entry:
             if self._mean_dtype is not None:
                 mean = library.empty(x, self._row_shape, self._mean_dtype)
                 mean_at = library.new_at(mean)
-        if bound is not None:
-            launches, place = bound
+        launches, place = kept.launches, (*at[:5], y_at, residual_out_at, mean_at, rstd_at)
+        found = None
+        if bound is None:
+            found = launches.get(place)
         else:
-            place = (*key[: KIND + 5], y_at, residual_out_at)
-            if rstd is not None:
-                place = (*place, mean_at, rstd_at)
-        found = launches.get(place)
-        if found is None:
+            launches, place, kind = bound
+        if found is None or found[1] != kind:
             looks = (*2 * [library.strided_input], *2 * [library.input])
             for array, look in zip(arrays[:4], looks, strict=True):
                 if array is not None and not look(array, self._device):
@@ -200,8 +199,8 @@ class Entry:
                 return None
             if not self.separate(x_at, residual_at, weight_at, bias_at, y_at, residual_out_at):
                 return None
-            at = (y_at, residual_out_at, mean_at, rstd_at, x_at, residual_at, weight_at, bias_at)
-            found = self._bind(stream, at)
+            made = (y_at, residual_out_at, mean_at, rstd_at)
+            found = self._bind(stream, (*made, x_at, residual_at, weight_at, bias_at), kind)
             with _lock:
                 if len(launches) >= LAUNCHES_LIMIT:
                     launches.clear()
@@ -217,12 +216,12 @@ class Entry:
                     library.written(given)
         return y, sums, mean, rstd
 
-    def _bind(self, stream: int, at: tuple[int, ...]) -> Launch:
+    def _bind(self, stream: int, at: At, kind: Kind) -> Launch:
         """The launch with these addresses, in the order of `addresses`."""
         buffer, address = self.new_buffer()
         for place, value in zip(self._places, at, strict=True):
             ADDRESS.pack_into(buffer, place, value)
-        return functools.partial(self._launch, stream, address, 0), buffer
+        return functools.partial(self._launch, stream, address, 0), kind, buffer
 
     def separate(
         self, x: int, residual: int, weight: int, bias: int, y: int, residual_out: int
@@ -277,18 +276,21 @@ class Entry:
         return buffer, address
 
 
-class Kept(dict[Hashable, Entry]):
-    """What is kept of the calls of one function with equal options: by devices, dtypes, shapes."""
+class Kept:
+    """What is kept of the calls of one function with equal options."""
 
-    __slots__ = ("launches",)
+    __slots__ = ("__weakref__", "entries", "launches", "out_like_x")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.launches: Launches = {}  # by these, stream and addresses
+    def __init__(self, out_like_x: bool) -> None:
+        self.entries: dict[Kind, Entry] = {}
+        self.launches: Launches = {}
+        self.out_like_x = out_like_x  # whether a new y has x's dtype
+        with _lock:
+            _alive.add(self)
 
     def clear(self) -> None:
         """Keep nothing."""
-        super().clear()
+        self.entries.clear()
         self.launches.clear()
 
 
@@ -312,7 +314,10 @@ def _alike(a: Array | None, b: Array | None) -> bool:
 
 libraries: dict[type, Library] = {}  # by the type of x
 _kept: dict[Hashable, Kept] = {}  # by function and options
-_lock = threading.Lock()
+_alive: weakref.WeakSet[Kept] = weakref.WeakSet()  # these, and others that a bound norm holds
+# By function, what was last asked for: what is kept, its out_dtype and options.
+_recent: dict[str, tuple[Any, ...]] = {}
+_lock = threading.RLock()
 epoch = 0  # counts what was forgotten: a call that began before is not remembered
 
 
@@ -322,6 +327,22 @@ def kept(function: str, options: tuple[object, ...], out_dtype: object) -> Kept 
     None where one of them has not the type that its signature names.
     """
     eps, weight_offset, axis, cast, per_head, masked, groups, partial = options
+    recent = _recent.get(function)
+    if recent is not None:
+        # The same objects: compared so, they need not be hashed, nor asked for their types.
+        found, dtype_, eps_, offset_, axis_, cast_, per_head_, masked_, groups_, partial_ = recent
+        if (
+            eps is eps_
+            and out_dtype is dtype_
+            and weight_offset is offset_
+            and axis is axis_
+            and cast is cast_
+            and per_head is per_head_
+            and masked is masked_
+            and groups is groups_
+            and partial is partial_
+        ):
+            return found  # type: ignore[no-any-return]
     if not (
         type(eps) is float
         and type(weight_offset) is float
@@ -335,19 +356,21 @@ def kept(function: str, options: tuple[object, ...], out_dtype: object) -> Kept 
         return None
     key = function, options, out_dtype
     try:
-        return _kept[key]
+        found = _kept[key]
     except TypeError:  # an out_dtype that is none
         return None
     except KeyError:
         with _lock:
-            return _bounded(_kept, OPTIONS_LIMIT).setdefault(key, Kept())
+            found = _bounded(_kept, OPTIONS_LIMIT).setdefault(key, Kept(out_dtype is None))
+    _recent[function] = (found, out_dtype, *options)
+    return found
 
 
-def keep(entries: Kept, key: Hashable, learnt: Entry) -> None:
+def keep(kept: Kept, kind: Kind, learnt: Entry) -> None:
     """Add `learnt`, unless its plan may have changed since."""
     with _lock:
         if learnt.epoch == epoch:
-            _bounded(entries, LIMIT)[key] = learnt
+            _bounded(kept.entries, LIMIT)[kind] = learnt
 
 
 def _torch_library(torch: Any) -> Library:
@@ -358,6 +381,7 @@ def _torch_library(torch: Any) -> Library:
     if raw_stream is None:
         raw_stream = _public_stream(torch)
     current_device = _device.runtime().getDevice
+    new_like = _new_like(torch)
 
     def address(array: Any, device: int) -> int:
         if forward_ad._current_level >= 0:  # where it may be a dual tensor
@@ -393,23 +417,19 @@ def _torch_library(torch: Any) -> Library:
     ) -> Done | None:
         residual_at = weight_at = bias_at = y_at = residual_out_at = 0
         weight_dtype = weight_shape = bias_dtype = bias_shape = None
-        residual_kind: Hashable = None
-        y_kind: Hashable = None
-        residual_out_kind: Hashable = None
+        residual_dtype = residual_shape = y_dtype = y_shape = None
+        residual_out_dtype = residual_out_shape = None
         # The negative bit is not asked for, which costs more than a pointer: a view that has it
         # skips every other number, and kernels take its rows without a copy only where they have
         # a single element.
         try:
             device = x.get_device()
-            shape = x.shape
             x_at = x.data_ptr()
-            x_kind = shape if x.is_contiguous() else (shape, x.stride())
-            tracked = x.requires_grad
+            x_shape = x.shape if x.is_contiguous() else (x.shape, x.stride())
             if weight is not None:
                 cls = type(weight)
                 if (cls is not parameter and cls is not tensor) or not weight.is_contiguous():
                     return None
-                tracked = tracked or weight.requires_grad
                 weight_at = weight.data_ptr()
                 weight_dtype = weight.dtype
                 weight_shape = weight.shape
@@ -417,118 +437,102 @@ def _torch_library(torch: Any) -> Library:
                 cls = type(bias)
                 if (cls is not parameter and cls is not tensor) or not bias.is_contiguous():
                     return None
-                tracked = tracked or bias.requires_grad
                 bias_at = bias.data_ptr()
                 bias_dtype = bias.dtype
                 bias_shape = bias.shape
             if residual is not None:
                 cls = type(residual)
-                if (cls is not tensor and cls is not parameter) or residual.shape != shape:
+                if cls is not tensor and cls is not parameter:
                     return None
-                tracked = tracked or residual.requires_grad
                 residual_at = residual.data_ptr()
-                residual_kind = residual.dtype
+                residual_dtype = residual.dtype
+                residual_shape = residual.shape
                 if not residual.is_contiguous():
-                    residual_kind = residual_kind, residual.stride()
+                    residual_shape = residual_shape, residual.stride()
             if out is not None:
-                if type(out) is not tensor or out.requires_grad or out.shape != shape:
+                if type(out) is not tensor or out.requires_grad:
                     return None
                 y_at = out.data_ptr()
-                y_kind = out.dtype
-                if not out.is_contiguous():
-                    y_kind = y_kind, out.stride()
+                y_dtype = out.dtype
+                y_shape = out.shape if out.is_contiguous() else (out.shape, out.stride())
             if residual_out is not None:
-                cls = type(residual_out)
-                if cls is not tensor or residual_out.requires_grad or residual_out.shape != shape:
+                if type(residual_out) is not tensor or residual_out.requires_grad:
                     return None
                 residual_out_at = residual_out.data_ptr()
-                residual_out_kind = residual_out.dtype
+                residual_out_dtype = residual_out.dtype
+                residual_out_shape = residual_out.shape
                 if not residual_out.is_contiguous():
-                    residual_out_kind = residual_out_kind, residual_out.stride()
+                    residual_out_shape = residual_out_shape, residual_out.stride()
         except RuntimeError:  # no memory of its own, as within vmap
             return None
-        if (tracked and grad_enabled()) or forward_ad._current_level >= 0:
+        if forward_ad._current_level >= 0:
             return None
-        key = (
+        if grad_enabled():
+            for array in (x, weight, bias, residual):
+                if array is not None and array.requires_grad:
+                    return None
+        kind = (
             current_device(),
             device,
             x.dtype,
-            x_kind,
+            x_shape,
             weight_dtype,
             weight_shape,
             bias_dtype,
             bias_shape,
-            residual_kind,
-            y_kind,
-            residual_out_kind,
-            raw_stream(device),
-            x_at,
-            residual_at,
-            weight_at,
-            bias_at,
-            y_at,
-            residual_out_at,
+            residual_dtype,
+            residual_shape,
+            y_dtype,
+            y_shape,
+            residual_out_dtype,
+            residual_out_shape,
         )
+        stream = raw_stream(device)
+        at = (stream, x_at, residual_at, weight_at, bias_at, y_at, residual_out_at, 0, 0)
         if out is not None and bound is None:
-            found = kept.launches.get(key)
-            if found is not None:
+            found = kept.launches.get(at)
+            if found is not None and found[1] == kind:
                 try:
                     found[0]()
                 except RuntimeError:
                     return None
                 increment_version((out,) if residual_out is None else (out, residual_out))
                 return out, residual_out, None, None
-        kind = key[:KIND]
         if learnt is not None:
             keep(kept, kind, learnt)
             return None
-        entry = kept.get(kind)
+        entry = kept.entries.get(kind)
         if entry is None:
             return None
-        arrays = (x, residual, weight, bias, out, residual_out)
-        return entry.run(kept.launches, key, arrays, bound)
+        return entry.run(kept, kind, at, (x, residual, weight, bias, out, residual_out), bound)
 
     def long_way(kept: Kept, weight: Any, x: Any, out: Any, bound: Bound | None = None) -> Any:
         done = road(kept, x, None, weight, None, out, None, None, bound)
         return None if done is None else done[0]
 
     def plain(kept: Kept, weight: Any, x: Any, out: Any) -> Any:
-        cls, y, entry = type(weight), out, None
+        cls, y = type(weight), out
         if (cls is not parameter and cls is not tensor) or forward_ad._current_level >= 0:
             return long_way(kept, weight, x, out)
         try:
-            device = x.get_device()
-            shape = x.shape
-            current = current_device()
-            contiguous = x.is_contiguous() and weight.is_contiguous()
-            if (x.requires_grad or weight.requires_grad) and grad_enabled():
+            if grad_enabled() and (x.requires_grad or weight.requires_grad):
                 return None
-            if out is None:
-                nothing = (None, None, None, None, None)
-                kind = (current, device, x.dtype, shape, weight.dtype, weight.shape, *nothing)
-                entry = kept.get(kind)
-                if entry is None or not contiguous:
-                    return long_way(kept, weight, x, out)
-                y = entry.y_like(x)
-            if type(y) is not tensor or y.requires_grad or y.shape != shape:
+            device = x.get_device()
+            current = current_device()
+            if not x.is_contiguous() or not weight.is_contiguous():
                 return long_way(kept, weight, x, out)
-            key = (
-                current,
-                raw_stream(device),
-                x.data_ptr(),
-                y.data_ptr(),
-                weight.data_ptr(),
-                x.dtype,
-                y.dtype,
-                weight.dtype,
-                shape,
-                weight.shape,
-                contiguous and y.is_contiguous(),
-            )
+            if out is None:
+                if not kept.launches or not kept.out_like_x or device != current:
+                    return long_way(kept, weight, x, out)
+                y = new_like(x)
+            elif type(out) is not tensor or out.requires_grad or not out.is_contiguous():
+                return long_way(kept, weight, x, out)
+            at = (raw_stream(device), x.data_ptr(), y.data_ptr(), weight.data_ptr())
         except RuntimeError:  # no memory of its own, as within vmap
             return None
-        found = kept.launches.get(key)
-        if found is not None:
+        kind = (current, device, x.dtype, x.shape, y.dtype, y.shape, weight.dtype, weight.shape)
+        found = kept.launches.get(at)
+        if found is not None and found[1] == kind:
             try:
                 found[0]()
             except RuntimeError:
@@ -536,14 +540,69 @@ def _torch_library(torch: Any) -> Library:
             if out is not None:
                 increment_version((out,))
             return y
-        bound = (kept.launches, key)
+        bound = (kept.launches, at, kind)
         if out is not None:
             return long_way(kept, weight, x, out, bound)
-        assert entry is not None
-        _, stream, x_at, y_at, weight_at, *_ = key
-        place = (*kind, stream, x_at, 0, weight_at, 0, y_at, 0)
-        done = entry.run(kept.launches, place, (x, None, weight, None, y, None), bound)
+        allocating = (current, device, x.dtype, x.shape, weight.dtype, weight.shape, *8 * (None,))
+        entry = kept.entries.get(allocating)
+        if entry is None:
+            return None
+        stream, x_at, y_at, weight_at = at
+        places = (stream, x_at, 0, weight_at, 0, y_at, 0, 0, 0)
+        done = entry.run(kept, kind, places, (x, None, weight, None, y, None), bound)
         return None if done is None else done[0]
+
+    def add(kept: Kept, weight: Any, x: Any, residual: Any, out: Any, residual_out: Any) -> bool:
+        cls, bound = type(weight), None
+        try:
+            if (
+                (cls is parameter or cls is tensor)
+                and type(residual) is type(out) is type(residual_out) is tensor
+                and forward_ad._current_level < 0
+                and not out.requires_grad
+                and not residual_out.requires_grad
+                and not (
+                    grad_enabled()
+                    and (x.requires_grad or residual.requires_grad or weight.requires_grad)
+                )
+                and x.is_contiguous()
+                and residual.is_contiguous()
+                and weight.is_contiguous()
+                and out.is_contiguous()
+                and residual_out.is_contiguous()
+            ):
+                device = x.get_device()
+                at = (
+                    raw_stream(device),
+                    x.data_ptr(),
+                    residual.data_ptr(),
+                    weight.data_ptr(),
+                    out.data_ptr(),
+                    residual_out.data_ptr(),
+                )
+                kind = (
+                    current_device(),
+                    device,
+                    x.dtype,
+                    x.shape,
+                    residual.dtype,
+                    residual.shape,
+                    weight.dtype,
+                    weight.shape,
+                    out.dtype,
+                    out.shape,
+                    residual_out.dtype,
+                    residual_out.shape,
+                )
+                found = kept.launches.get(at)
+                if found is not None and found[1] == kind:
+                    found[0]()
+                    increment_version((out, residual_out))
+                    return True
+                bound = (kept.launches, at, kind)
+        except RuntimeError:  # no memory of its own, as within vmap; or a launch that failed
+            return False
+        return road(kept, x, residual, weight, None, out, residual_out, None, bound) is not None
 
     def bind(kept: Kept, weight: Any) -> Short:
         return functools.partial(plain, kept, weight)
@@ -565,6 +624,7 @@ def _torch_library(torch: Any) -> Library:
     return Library(
         road=road,
         plain=plain,
+        add=add,
         bind=bind,
         traced=torch.compiler.is_dynamo_compiling,
         input=input,
@@ -585,6 +645,29 @@ def _public_stream(torch: Any) -> Callable[[int], int]:
         return torch.cuda.current_stream(index).cuda_stream  # type: ignore[no-any-return]
 
     return stream
+
+
+def _new_like(torch: Any) -> Callable[[Any], Any]:
+    """torch.empty_like of a contiguous tensor on the current device.
+
+    Without torch's dispatch, which takes as long again, where no mode would see it: the way in
+    which code that torch.compile made allocates, if it is still there.
+    """
+    empty_like: Callable[[Any], Any] = torch.empty_like
+    try:
+        empty_strided = torch._C._dynamo.guards._empty_strided_cuda
+        modes = torch._C._len_torch_dispatch_stack
+        empty_strided((0,), (1,), torch.float16)
+        modes()
+    except (AttributeError, RuntimeError, TypeError):
+        return empty_like
+
+    def new_like(x: Any) -> Any:
+        if modes():
+            return empty_like(x)
+        return empty_strided(tuple(x.shape), x.stride(), x.dtype)
+
+    return new_like
 
 
 def _increment_version(torch: Any) -> Callable[[tuple[Any, ...]], None]:
@@ -629,14 +712,12 @@ def _cupy_library(cupy: Any) -> Library:
     ) -> Done | None:
         residual_at = weight_at = bias_at = y_at = residual_out_at = 0
         weight_dtype = weight_shape = bias_dtype = bias_shape = None
-        residual_kind: Hashable = None
-        y_kind: Hashable = None
-        residual_out_kind: Hashable = None
+        residual_dtype = residual_shape = y_dtype = y_shape = None
+        residual_out_dtype = residual_out_shape = None
         data = x.data
         device = data.device_id
         x_at = data.ptr
-        shape = x.shape
-        x_kind = shape if x._c_contiguous else (shape, x.strides)
+        x_shape = x.shape if x._c_contiguous else (x.shape, x.strides)
         if weight is not None:
             if type(weight) is not ndarray or not weight._c_contiguous:
                 return None
@@ -650,63 +731,60 @@ def _cupy_library(cupy: Any) -> Library:
             bias_dtype = bias.dtype
             bias_shape = bias.shape
         if residual is not None:
-            if type(residual) is not ndarray or residual.shape != shape:
+            if type(residual) is not ndarray:
                 return None
             residual_at = residual.data.ptr
-            residual_kind = residual.dtype
+            residual_dtype = residual.dtype
+            residual_shape = residual.shape
             if not residual._c_contiguous:
-                residual_kind = residual_kind, residual.strides
+                residual_shape = residual_shape, residual.strides
         if out is not None:
-            if type(out) is not ndarray or out.shape != shape:
+            if type(out) is not ndarray:
                 return None
             y_at = out.data.ptr
-            y_kind = out.dtype
-            if not out._c_contiguous:
-                y_kind = y_kind, out.strides
+            y_dtype = out.dtype
+            y_shape = out.shape if out._c_contiguous else (out.shape, out.strides)
         if residual_out is not None:
-            if type(residual_out) is not ndarray or residual_out.shape != shape:
+            if type(residual_out) is not ndarray:
                 return None
             residual_out_at = residual_out.data.ptr
-            residual_out_kind = residual_out.dtype
+            residual_out_dtype = residual_out.dtype
+            residual_out_shape = residual_out.shape
             if not residual_out._c_contiguous:
-                residual_out_kind = residual_out_kind, residual_out.strides
-        key = (
+                residual_out_shape = residual_out_shape, residual_out.strides
+        kind = (
             current_device(),
             device,
             x.dtype,
-            x_kind,
+            x_shape,
             weight_dtype,
             weight_shape,
             bias_dtype,
             bias_shape,
-            residual_kind,
-            y_kind,
-            residual_out_kind,
-            current_stream(device).ptr,
-            x_at,
-            residual_at,
-            weight_at,
-            bias_at,
-            y_at,
-            residual_out_at,
+            residual_dtype,
+            residual_shape,
+            y_dtype,
+            y_shape,
+            residual_out_dtype,
+            residual_out_shape,
         )
+        stream = current_stream(device).ptr
+        at = (stream, x_at, residual_at, weight_at, bias_at, y_at, residual_out_at, 0, 0)
         if out is not None and bound is None:
-            found = kept.launches.get(key)
-            if found is not None:
+            found = kept.launches.get(at)
+            if found is not None and found[1] == kind:
                 try:
                     found[0]()
                 except RuntimeError:
                     return None
                 return out, residual_out, None, None
-        kind = key[:KIND]
         if learnt is not None:
             keep(kept, kind, learnt)
             return None
-        entry = kept.get(kind)
+        entry = kept.entries.get(kind)
         if entry is None:
             return None
-        arrays = (x, residual, weight, bias, out, residual_out)
-        return entry.run(kept.launches, key, arrays, bound)
+        return entry.run(kept, kind, at, (x, residual, weight, bias, out, residual_out), bound)
 
     def plain(kept: Kept, weight: Any, x: Any, out: Any) -> Any:
         bound = None
@@ -718,57 +796,79 @@ def _cupy_library(cupy: Any) -> Library:
             and weight._c_contiguous
         ):
             device = current_device()
-            shape = x.shape
-            key = (
-                device,
-                current_stream(device).ptr,
-                x.data.ptr,
-                out.data.ptr,
-                weight.data.ptr,
-                x.dtype,
-                out.dtype,
-                weight.dtype,
-                shape,
-                weight.shape,
-            )
-            found = kept.launches.get(key)
-            if found is not None and out.shape == shape:
+            at = (current_stream(device).ptr, x.data.ptr, out.data.ptr, weight.data.ptr)
+            kind = (device, x.dtype, out.dtype, weight.dtype, x.shape, out.shape, weight.shape)
+            found = kept.launches.get(at)
+            if found is not None and found[1] == kind:
                 try:
                     found[0]()
                 except RuntimeError:
                     return None
                 return out
-            bound = (kept.launches, key)
+            bound = (kept.launches, at, kind)
         done = road(kept, x, None, weight, None, out, None, None, bound)
         return None if done is None else done[0]
 
+    def add(kept: Kept, weight: Any, x: Any, residual: Any, out: Any, residual_out: Any) -> bool:
+        bound = None
+        if (
+            type(residual) is type(weight) is type(out) is type(residual_out) is ndarray
+            and x._c_contiguous
+            and residual._c_contiguous
+            and weight._c_contiguous
+            and out._c_contiguous
+            and residual_out._c_contiguous
+        ):
+            device = current_device()
+            at = (
+                current_stream(device).ptr,
+                x.data.ptr,
+                residual.data.ptr,
+                weight.data.ptr,
+                out.data.ptr,
+                residual_out.data.ptr,
+            )
+            kind = (
+                device,
+                x.dtype,
+                x.shape,
+                residual.dtype,
+                residual.shape,
+                weight.dtype,
+                weight.shape,
+                out.dtype,
+                out.shape,
+                residual_out.dtype,
+                residual_out.shape,
+            )
+            found = kept.launches.get(at)
+            if found is not None and found[1] == kind:
+                try:
+                    found[0]()
+                except RuntimeError:
+                    return False
+                return True
+            bound = (kept.launches, at, kind)
+        return road(kept, x, residual, weight, None, out, residual_out, None, bound) is not None
+
     def bind(kept: Kept, weight: Any) -> Short:
         # An array keeps its memory and its dtype for life: the weight needs no further look.
-        launches: Launches = {}
+        own = Kept(kept.out_like_x)
 
         def short(x: Any, out: Any) -> Any:
             bound = None
             if type(out) is ndarray and x._c_contiguous and out._c_contiguous:
                 device = current_device()
-                shape = x.shape
-                key = (
-                    epoch,
-                    device,
-                    current_stream(device).ptr,
-                    x.data.ptr,
-                    out.data.ptr,
-                    x.dtype,
-                    out.dtype,
-                    shape,
-                )
-                found = launches.get(key)
-                if found is not None and out.shape == shape:
+                at = (current_stream(device).ptr, x.data.ptr, out.data.ptr)
+                kind = (device, x.dtype, out.dtype, x.shape, out.shape)
+                found = own.launches.get(at)
+                if found is not None and found[1] == kind:
                     try:
                         found[0]()
                     except RuntimeError:
                         return None
                     return out
-                bound = (launches, key)
+                bound = (own.launches, at, kind)
             done = road(kept, x, None, weight, None, out, None, None, bound)
             return None if done is None else done[0]
 
@@ -781,6 +881,7 @@ def _cupy_library(cupy: Any) -> Library:
     return Library(
         road=road,
         plain=plain,
+        add=add,
         bind=bind,
         traced=None,
         input=address,
@@ -819,7 +920,7 @@ def bind(library: Library, kept: Kept, weight: Any, bias: Any) -> Short:
 
 
 def remember(
-    entries: Kept,
+    kept: Kept,
     x: Any,
     residual: Any,
     weight: Any,
@@ -841,10 +942,10 @@ def remember(
         return
     learnt = Entry(library, checked, launched, began)
     if learnt.launched_on(checked):
-        library.road(entries, x, residual, weight, bias, out, residual_out, learnt)
+        library.road(kept, x, residual, weight, bias, out, residual_out, learnt)
 
 
-def _bounded(kept: dict[Hashable, ItemT], limit: int) -> dict[Hashable, ItemT]:
+def _bounded(kept: dict[KeyT, ItemT], limit: int) -> dict[KeyT, ItemT]:
     """`kept` with room for one more."""
     while len(kept) >= limit:
         del kept[next(iter(kept))]
@@ -856,8 +957,8 @@ def forget() -> None:
     global epoch
     with _lock:
         epoch += 1
-        for entries in _kept.values():
-            entries.clear()
+        for kept in _alive:
+            kept.clear()
 
 
 def known_library(cls: type) -> Library | None:

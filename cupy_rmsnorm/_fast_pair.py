@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _device, _fast
 from ._call import Forward
-from ._fast import ALIGNMENT, LIMIT, Entry, Kept, Launch, Launches, Library, reach
+from ._fast import ALIGNMENT, LIMIT, At, Entry, Kept, Launch, Launches, Library, reach
 
 if TYPE_CHECKING:
     from ._kernel import Launched
@@ -43,12 +43,12 @@ class PairEntry(Entry):
         self._q, self._k, self._q_out, self._k_out = map(reach, (q.x, k.x, q.y, k.y))
         self._q_weight, self._k_weight = reach(q.weight), reach(k.weight)
 
-    def bind(self, stream: int, at: tuple[int, ...]) -> Launch:
+    def bind(self, stream: int, at: At) -> Launch:
         """The launch with these addresses, in the order of `addresses`; it is kept."""
-        found = self._bind(stream, at)
+        found, place = self._bind(stream, at, ()), (stream, *at)
         if len(self.launches) >= LIMIT:
             self.launches.clear()
-        self.launches[stream, at] = found
+        self.launches[place] = found
         return found
 
     def apart(self, q: int, k: int, q_weight: int, k_weight: int, q_out: int, k_out: int) -> bool:
@@ -82,7 +82,7 @@ class PairEntry(Entry):
 
 
 def forward(
-    entries: Kept,
+    kept: Kept,
     q: Any,
     k: Any,
     q_weight: Any,
@@ -139,9 +139,9 @@ def forward(
         return None
     kind = (device, q_kind, k_kind, q_weight_kind, k_weight_kind, q_out_kind, k_out_kind)
     if learnt is not None:
-        _fast.keep(entries, kind, learnt)
+        _fast.keep(kept, kind, learnt)
         return None
-    entry = entries.get(kind)
+    entry = kept.entries.get(kind)
     if entry is None:
         return None
     assert isinstance(entry, PairEntry)
@@ -157,7 +157,7 @@ def forward(
         return None
     at = (q_at, k_at, q_weight_at, k_weight_at, q_made_at, k_made_at)
     stream = library.stream(device)
-    found = entry.launches.get((stream, at))
+    found = entry.launches.get((stream, *at))
     if found is None:
         if not entry.apart(q_at, k_at, q_weight_at, k_weight_at, q_out_at, k_out_at):
             return None
@@ -172,7 +172,7 @@ def forward(
 
 
 def remember(
-    entries: Kept,
+    kept: Kept,
     q: Any,
     k: Any,
     q_weight: Any,
@@ -199,4 +199,4 @@ def remember(
         0 if k_out is None else k_call.y.pointer,
     )
     learnt = PairEntry(library, q_call, k_call, launched, began, outputs)
-    forward(entries, q, k, q_weight, k_weight, q_out, k_out, learnt)
+    forward(kept, q, k, q_weight, k_weight, q_out, k_out, learnt)

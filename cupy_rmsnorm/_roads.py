@@ -141,7 +141,12 @@ def add_normalize(
             kept = None if traced(x) else _fast.kept(function, options, out_dtype)
         elif library.traced is None or not library.traced():
             kept = _fast.kept(function, options, out_dtype)
-            if kept is not None:
+            if kept is None:
+                pass
+            elif bias is None and out is not None and residual_out is not None:
+                if library.add(kept, weight, x, residual, out, residual_out):
+                    return out, residual_out
+            else:
                 done = library.road(kept, x, residual, weight, bias, out, residual_out)
                 if done is not None:
                     return done[0], done[1]

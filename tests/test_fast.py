@@ -301,7 +301,7 @@ def test_strided_rows(driver: Driver, library: Any, layout: str, adds: bool) -> 
         else:
             arguments, outputs, function = (x, weight), {"out": out}, norms.rms_norm
         function(*arguments, **outputs)
-        with mock.patch.object(_fast, "libraries", {}), mock.patch.object(_fast, "_kept", {}):
+        with mock.patch.object(_fast, "kept", return_value=None):
             function(*arguments, **outputs)
         short, long = driver.launches[-2:]
         assert not long.short
@@ -412,7 +412,7 @@ def test_bound_reads_where_the_weight_lies(driver: Driver, torch_library: TorchL
     bound(x)
     assert not driver.launches[2].short
     weight.data = torch_library.empty((HIDDEN_SIZE - 1,), "float32")
-    with pytest.raises(ValueError, match=r"^weight must have shape \(64,\), got \(63,\)$"):
+    with pytest.raises(ValueError, match=r"^x must end in the axes \(63,\), got shape \(4, 64\)"):
         bound(x)
 
 
@@ -641,7 +641,7 @@ def test_a_bound_weight_of_another_dtype_at_its_old_address(
     arguments = [launch.specialisation.template_arguments for launch in driver.launches]
     assert ["__nv_bfloat16" in of_launch for of_launch in arguments] == [False, False, True, True]
     weight.data = weight.data[:32]
-    with pytest.raises(ValueError, match=r"^weight must have shape \(64,\), got \(32,\)$"):
+    with pytest.raises(ValueError, match=r"^x must end in the axes \(32,\), got shape \(4, 64\)"):
         bound(x, out)
 
 
@@ -692,6 +692,34 @@ def test_new_memory_that_is_not_aligned(driver: Driver) -> None:
     assert [launch.short for launch in driver.launches] == [False, True, False]
 
 
+def test_new_tensors_come_without_dispatch_where_no_mode_would_see_it() -> None:
+    torch = pytest.importorskip("torch")
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    direct = SimpleNamespace(_empty_strided_cuda=torch._C._dynamo.guards._empty_strided_cpu)
+    namespace = SimpleNamespace(
+        empty_like=torch.empty_like,
+        float16=torch.float16,
+        _C=SimpleNamespace(
+            _dynamo=SimpleNamespace(guards=direct),
+            _len_torch_dispatch_stack=torch._C._len_torch_dispatch_stack,
+        ),
+    )
+    new_like = _fast._new_like(namespace)
+    assert new_like is not torch.empty_like
+    for x in (torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(1, 0, 4)):
+        made = new_like(x)
+        assert type(made) is torch.Tensor
+        assert (made.shape, made.stride(), made.dtype) == (x.shape, x.stride(), x.dtype)
+        assert not made.requires_grad
+    with torch.inference_mode():
+        assert new_like(x).is_inference()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert type(new_like(x)) is FakeTensor
+    del direct._empty_strided_cuda
+    assert _fast._new_like(namespace) is torch.empty_like
+
+
 # Many of them -----------------------------------------------------------------------------------
 
 
@@ -702,7 +730,7 @@ def test_the_number_of_kept_calls_is_bounded(
     arrays = [library.empty((rows, HIDDEN_SIZE)) for rows in range(1, 7)]
     for x in arrays:
         norms.rms_norm(x)
-    assert [len(kept) for kept in _fast._kept.values() if kept] == [4]
+    assert [len(kept.entries) for kept in _fast._kept.values() if kept.entries] == [4]
     driver.launches.clear()
     norms.rms_norm(arrays[-1])
     norms.rms_norm(arrays[0])
@@ -759,7 +787,8 @@ def test_a_shape_that_is_wrong_at_known_addresses(
         with pytest.raises(ValueError, match=r"^out must have shape \(8, 64\)"):
             call(x, wrong)
     strided = out.reshape(-1)[:256].reshape(4, 64)[:, :32]
-    with pytest.raises(ValueError, match=r"^weight must have shape"):
+    message = r"^x must end in the axes" if bound else r"^weight must have shape"
+    with pytest.raises(ValueError, match=message):
         call(strided, None)
 
 
@@ -798,7 +827,7 @@ def test_threads(driver: Driver, library: Any) -> None:
     for launch in driver.launches:
         packed = unpacked(launch)
         assert addresses[packed["x"]] == packed["y"]
-    (kept,) = (kept for kept in _fast._kept.values() if kept)
+    (kept,) = (kept for kept in _fast._kept.values() if kept.entries)
     assert len(kept.launches) == threads
 
 
@@ -916,6 +945,23 @@ def test_repeated_calls_take_a_plan_from_when_it_is_loaded(
             bound(x, x)
             expected += 2 * [(path is not None, short)]
     assert [(uses(launch), launch.short) for launch in driver.launches] == expected
+
+
+def test_a_bound_norm_forgets_when_others_took_its_place(
+    driver: Driver, library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it keeps is out of the bounded table of options by then, and so is what was asked for
+    last."""
+    monkeypatch.setattr(_fast, "OPTIONS_LIMIT", 1)
+    x, out = library.empty((ROWS, HIDDEN_SIZE)), library.empty((ROWS, HIDDEN_SIZE))
+    bound = norms.bind_rms_norm(library.empty((HIDDEN_SIZE,)))
+    for _ in range(2):
+        bound(x, out)
+    norms.rms_norm(x, eps=1.0, out=out)
+    _fast.forget()
+    for _ in range(2):
+        bound(x, out)
+    assert [launch.short for launch in driver.launches] == [False, True, False, False, True]
 
 
 def test_a_call_during_which_plans_change_is_not_remembered(
