@@ -476,7 +476,7 @@ def test_bound_norm_sees_a_parameter_that_moved() -> None:
 
 
 def test_bound_norm_checks_x_at_each_call() -> None:
-    with pytest.raises(ValueError, match=r"^weight must have shape \(3,\), got \(4,\)$"):
+    with pytest.raises(ValueError, match=r"^x must end in the axes \(4,\), got shape \(2, 3, 3\)$"):
         norms.bind_rms_norm(W)(X[..., :3])
 
 
