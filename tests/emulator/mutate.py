@@ -99,6 +99,10 @@ EXPLAINED: dict[tuple[str, str], tuple[str, str]] = {
         "forward_rows.cuh",
         "if constexpr (MASK == ALL_ROWS && (THREADS_PER_ROW <= 32 || ROWS_PER_BLOCK == 1)) {",
     ): ("equivalent", "only spares rows that are not computed the work whose result is not stored"),
+    ("norm_forward_pair.cu", "arguments.q, blockIdx.x - k_block, gridDim.x + k_blocks);"): (
+        "survived",
+        "a block takes a second group of rows only where there are more than a billion",
+    ),
     ("fuse.cuh", "return found + (found * rows.count > row);"): (
         "survived",
         "the quotient needs the correction only where row * count passes 2^62",
