@@ -35,7 +35,7 @@ class Backend(Protocol):
         """Write the gradients of `call`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outputs(Generic[ArrayT]):
     """What a forward call can return; what the function does not ask for is None."""
 

@@ -38,9 +38,8 @@ def normalize(
         valid_rows,
         {"out": out, "residual_out": residual_out},
     )
-    made = _Norm.apply(
-        x, residual, weight, bias, function, norm, options, where, valid_rows, out_dtype
-    )
+    call = function, norm, options, where, valid_rows, out_dtype
+    made = _Norm.apply(x, residual, weight, bias, call)
     y, sums = made if isinstance(made, tuple) else (made, None)
     return _run.Outputs(y, sums, None, None)
 
@@ -75,13 +74,15 @@ def refuse_unrecorded(
     outputs: dict[str, Any],
 ) -> None:
     """Refuse what a node cannot do: write into the caller's arrays, or leave rows untouched."""
+    masked = where is not None or valid_rows is not None
+    if not masked and all(value is None for value in outputs.values()):
+        return
     recorded = next(name for name, value in inputs.items() if requires_grad(value))
     for name, value in outputs.items():
         if value is not None:
             if requires_grad(value):
                 _refuse.output_needs_gradient(name)
             _refuse.output_while_recorded(name, recorded)
-    masked = where is not None or valid_rows is not None
     if masked and Options(*options).masked == "keep":
         _refuse.kept_rows_while_recorded(recorded)
 
@@ -143,13 +144,9 @@ class _Norm(_Node):
         residual: Any,
         weight: Any,
         bias: Any,
-        function: str,
-        norm: Norm,
-        options: _run.Values,
-        where: Any,
-        valid_rows: Any,
-        out_dtype: Any,
+        call: tuple[str, Norm, _run.Values, Any, Any, Any],  # torch looks at each argument
     ) -> Any:
+        function, norm, options, where, valid_rows, out_dtype = call
         adds = function.startswith("add_")
         outputs = _run.forward(
             f"{function}_forward",
@@ -167,9 +164,9 @@ class _Norm(_Node):
         )
         if not ctx.needs_input_grad[3]:
             bias = None
-        inputs = weight, bias, where, valid_rows
-        tensors = map(tensor_or_none, inputs)
-        ctx.others = tuple(map(_other, inputs))
+        inputs = (weight, bias, where, valid_rows)
+        tensors = [value if isinstance(value, torch.Tensor) else None for value in inputs]
+        ctx.others = [None if value is tensors[i] else value for i, value in enumerate(inputs)]
         row = outputs.residual_out if adds else x
         ctx.save_for_backward(row, outputs.mean, outputs.rstd, *tensors)
         ctx.set_materialize_grads(False)
@@ -224,7 +221,7 @@ class _Norm(_Node):
         )
 
 
-INPUTS = 10  # of _Norm.forward
+INPUTS = 5  # of _Norm.forward
 
 
 class _QKNorm(_Node):
