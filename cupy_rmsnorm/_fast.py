@@ -34,10 +34,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from . import _device, _overlap
+from . import _device, _overlap, _torch_memory
 from ._call import Array, Forward
 from ._dtypes import TABLE, numpy_dtype
-from ._layout import is_contiguous
+from ._layout import contiguous_strides
 
 if TYPE_CHECKING:
     from ._kernel import Launched
@@ -108,8 +108,8 @@ class Library:
     strided_input: Callable[[Any, int], int]
     strided_output: Callable[[Any, int], int]
     strides: Callable[[Any], tuple[int, ...]]  # in the library's own unit
-    # (dtype, x) -> what makes a contiguous array of x's shape.
-    like: Callable[[str, Array], Callable[[Any], Any]]
+    # dtype -> what makes a contiguous array of the shape of another, on the current device.
+    like: Callable[[str], Callable[[Any], Any]]
     # A new array, of a dtype of the library's own and another shape than x.
     new_at: Callable[[Any], int]  # the address of what one of these made; 0 if it has none
     empty: Callable[[Any, tuple[int, ...], Any], Any]
@@ -140,9 +140,9 @@ class Entry:
         self._library = library
         self._device = call.x.device.index
         self.y_dtype = library.dtype(call.y.dtype)
-        self.y_like = library.like(call.y.dtype, call.x)
+        self.y_like = library.like(call.y.dtype)
         residual = call.residual or call.x
-        self._residual_like = library.like(residual.dtype, call.x)
+        self._residual_like = library.like(residual.dtype)
         self._row_shape = call.row_shape
         self._mean_dtype = library.dtype(call.mean.dtype) if call.mean else None
         self._rstd_dtype = library.dtype(call.rstd.dtype) if call.rstd else None
@@ -381,7 +381,7 @@ def _torch_library(torch: Any) -> Library:
     if raw_stream is None:
         raw_stream = _public_stream(torch)
     current_device = _device.runtime().getDevice
-    new_like = _new_like(torch)
+    new = _torch_memory.new(torch)
 
     def address(array: Any, device: int) -> int:
         if forward_ad._current_level >= 0:  # where it may be a dual tensor
@@ -524,7 +524,9 @@ def _torch_library(torch: Any) -> Library:
             if out is None:
                 if not kept.launches or not kept.out_like_x or device != current:
                     return long_way(kept, weight, x, out)
-                y = new_like(x)
+                y = new(tuple(x.shape), x.stride(), x.dtype)
+                if y is None:
+                    return long_way(kept, weight, x, out)
             elif type(out) is not tensor or out.requires_grad or not out.is_contiguous():
                 return long_way(kept, weight, x, out)
             at = (raw_stream(device), x.data_ptr(), y.data_ptr(), weight.data_ptr())
@@ -607,13 +609,13 @@ def _torch_library(torch: Any) -> Library:
     def bind(kept: Kept, weight: Any) -> Short:
         return functools.partial(plain, kept, weight)
 
-    def like(name: str, x: Array) -> Callable[[Any], Any]:
-        options = {}  # each costs half a microsecond
-        if name != x.dtype:
-            options["dtype"] = getattr(torch, name)
-        if not is_contiguous(x.shape, x.strides):
-            options["memory_format"] = torch.contiguous_format
-        return functools.partial(torch.empty_like, **options) if options else torch.empty_like
+    def empty(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        made = new(shape, contiguous_strides(shape), dtype)
+        return x.new_empty(shape, dtype=dtype) if made is None else made
+
+    def like(name: str) -> Callable[[Any], Any]:
+        dtype = getattr(torch, name)
+        return lambda x: empty(x, tuple(x.shape), dtype)
 
     def new_at(array: Any) -> int:
         try:
@@ -633,7 +635,7 @@ def _torch_library(torch: Any) -> Library:
         strides=tensor.stride,
         like=like,
         new_at=new_at,
-        empty=lambda x, shape, dtype: x.new_empty(shape, dtype=dtype),
+        empty=empty,
         dtype=lambda name: getattr(torch, name),
         stream=raw_stream,
         written=torch.autograd.graph.increment_version,
@@ -645,29 +647,6 @@ def _public_stream(torch: Any) -> Callable[[int], int]:
         return torch.cuda.current_stream(index).cuda_stream  # type: ignore[no-any-return]
 
     return stream
-
-
-def _new_like(torch: Any) -> Callable[[Any], Any]:
-    """torch.empty_like of a contiguous tensor on the current device.
-
-    Without torch's dispatch, which takes as long again, where no mode would see it: the way in
-    which code that torch.compile made allocates, if it is still there.
-    """
-    empty_like: Callable[[Any], Any] = torch.empty_like
-    try:
-        empty_strided = torch._C._dynamo.guards._empty_strided_cuda
-        modes = torch._C._len_torch_dispatch_stack
-        empty_strided((0,), (1,), torch.float16)
-        modes()
-    except (AttributeError, RuntimeError, TypeError):
-        return empty_like
-
-    def new_like(x: Any) -> Any:
-        if modes():
-            return empty_like(x)
-        return empty_strided(tuple(x.shape), x.stride(), x.dtype)
-
-    return new_like
 
 
 def _increment_version(torch: Any) -> Callable[[tuple[Any, ...]], None]:
@@ -874,7 +853,7 @@ def _cupy_library(cupy: Any) -> Library:
 
         return short
 
-    def like(name: str, x: Array) -> Callable[[Any], Any]:
+    def like(name: str) -> Callable[[Any], Any]:
         dtype = numpy_dtype(name)
         return lambda x: ndarray(x.shape, dtype)
 

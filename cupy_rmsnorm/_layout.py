@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,12 @@ def is_contiguous(shape: Axes, strides: Axes) -> bool:
             return False
         expected *= length
     return True
+
+
+@functools.lru_cache(maxsize=512)
+def contiguous_strides(shape: Axes) -> Axes:
+    """The strides of a C-contiguous array, in elements."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def collapse_rows(row_shape: Axes, strides: Sequence[Axes], keep_inner: bool) -> RowLayout | None:

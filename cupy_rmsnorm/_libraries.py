@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from . import _refuse
+from . import _refuse, _torch_memory
 from ._call import Array, Device
-from ._device import current_device
+from ._device import current_device, runtime
 from ._dtypes import TABLE, numpy_dtype
+from ._layout import contiguous_strides
 
 CPU = Device("cpu", 0)
 
@@ -352,7 +353,7 @@ def _regular(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...
     """`strides` with the free ones, those of axes of length 1 and of empty arrays, set as in a
     contiguous array."""
     if 0 in shape:
-        return _contiguous_strides(shape)
+        return contiguous_strides(shape)
     if 1 not in shape:
         return tuple(strides)
     regular: list[int] = []
@@ -361,11 +362,6 @@ def _regular(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...
         regular.append(step if size == 1 else stride)
         step = regular[-1] * size
     return tuple(reversed(regular))
-
-
-@functools.lru_cache(maxsize=512)
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 # GPU memory ----------------------------------------------------------------------------------
@@ -389,12 +385,16 @@ class _TorchSpace(_CudaSpace):
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: str) -> Array:
         torch = sys.modules["torch"]
-        device = torch.device("cuda", self.device.index)
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        tensor, strides = None, contiguous_strides(shape)
+        if runtime().getDevice() == self.device.index:
+            tensor = _torch_memory.new(torch)(shape, strides, getattr(torch, dtype))
+        if tensor is None or tensor.get_device() != self.device.index:
+            device = torch.device("cuda", self.device.index)
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         pointer = tensor.data_ptr() if type(tensor) is torch.Tensor else 0
         if not pointer:  # an empty one, or one that a mode of torch's made
             return TORCH.describe(name, tensor, output=True)
-        return Array(name, tensor, pointer, shape, _contiguous_strides(shape), dtype, self.device)
+        return Array(name, tensor, pointer, shape, strides, dtype, self.device)
 
     def contiguous(self, array: Array) -> Array:
         torch = sys.modules["torch"]
@@ -521,7 +521,7 @@ def _cuda_view(name: str, value: Any) -> tuple[Any, bool]:
     itemsize = dtype.itemsize or 1
     strides = interface.get("strides")
     if strides is None:
-        counted = _contiguous_strides(shape)
+        counted = contiguous_strides(shape)
     else:
         if any(stride % itemsize for stride in strides):
             _refuse.uneven_strides(name)

@@ -35,6 +35,7 @@ from cupy_rmsnorm import (
     _libraries,
     _plan_file,
     _run,
+    _torch_memory,
 )
 from cupy_rmsnorm._kernel import DeviceProperties, Specialisation
 from tests.backends import missing
@@ -694,30 +695,28 @@ def test_new_memory_that_is_not_aligned(driver: Driver) -> None:
 
 def test_new_tensors_come_without_dispatch_where_no_mode_would_see_it() -> None:
     torch = pytest.importorskip("torch")
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     direct = SimpleNamespace(_empty_strided_cuda=torch._C._dynamo.guards._empty_strided_cpu)
     namespace = SimpleNamespace(
-        empty_like=torch.empty_like,
         float16=torch.float16,
         _C=SimpleNamespace(
             _dynamo=SimpleNamespace(guards=direct),
             _len_torch_dispatch_stack=torch._C._len_torch_dispatch_stack,
         ),
     )
-    new_like = _fast._new_like(namespace)
-    assert new_like is not torch.empty_like
-    for x in (torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(1, 0, 4)):
-        made = new_like(x)
+    new = _torch_memory.new.__wrapped__(namespace)
+    for shape, strides in (((2, 3), (3, 1)), ((1, 0, 4), (4, 4, 1))):
+        made = new(shape, strides, torch.bfloat16)
         assert type(made) is torch.Tensor
-        assert (made.shape, made.stride(), made.dtype) == (x.shape, x.stride(), x.dtype)
+        assert (made.shape, made.stride(), made.dtype) == (shape, strides, torch.bfloat16)
         assert not made.requires_grad
     with torch.inference_mode():
-        assert new_like(x).is_inference()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        assert type(new_like(x)) is FakeTensor
+        assert new((3,), (1,), torch.float32).is_inference()
+    with FakeTensorMode():
+        assert new((3,), (1,), torch.float32) is None
     del direct._empty_strided_cuda
-    assert _fast._new_like(namespace) is torch.empty_like
+    assert _torch_memory.new.__wrapped__(namespace)((3,), (1,), torch.float32) is None
 
 
 # Many of them -----------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ LAYERS = """
     _plan_backward
     _plan _source _build _layout _overlap _cpu_cast _cpu_pool
     _bench _docs _info _progress _refuse
-    _call _device _dtypes
+    _call _device _dtypes _torch_memory
 """
 LAYER = {module: depth for depth, line in enumerate(LAYERS.split("\n")) for module in line.split()}
 
