@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
-from . import _device, _fast
+from . import _device, _fast, _fast_learn
 from ._call import Forward
 from ._fast import ALIGNMENT, LIMIT, At, Entry, Kept, Launch, Launches, Library, reach
 
@@ -185,7 +185,7 @@ def remember(
     began: int,
 ) -> None:
     """Keep what the general road launched, if the call qualifies for the short one."""
-    library = _fast.known_library(type(q))
+    library = _fast_learn.known_library(type(q))
     arrays = q_call.x, k_call.x, q_call.y, k_call.y
     if library is None or any(
         array.pointer % ALIGNMENT or array.strides[-1] != 1 or min(array.strides) < 0

@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from . import _fast, _fast_pair
+from . import _fast, _fast_learn, _fast_pair
 from ._call import Backward, Device, Forward, Norm
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def forward(
     launched = backend(caller.x.device).forward(call)
     if launched is not None and kept is not None:
         arrays = (x, residual, weight, bias, out, residual_out)
-        _fast.remember(kept, *arrays, call, launched, began)
+        _fast_learn.remember(kept, *arrays, call, launched, began)
     return Outputs(
         caller.give(checked.y, out),
         caller.give(checked.residual_out, residual_out),

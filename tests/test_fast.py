@@ -29,6 +29,7 @@ from cupy_rmsnorm import (
     _cuda,
     _device,
     _fast,
+    _fast_learn,
     _fast_pair,
     _info,
     _kernel,
@@ -1086,7 +1087,7 @@ def test_a_traced_call_takes_no_short_road(monkeypatch: pytest.MonkeyPatch, func
     monkeypatch.setattr(_fast, "libraries", {})
     monkeypatch.setattr(_device, "runtime", lambda: SimpleNamespace(getDevice=int))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", abs, raising=False)
-    assert _fast.known_library(torch.Tensor) is not None
+    assert _fast_learn.known_library(torch.Tensor) is not None
     x, weight = torch.ones(ROWS, HIDDEN_SIZE), torch.ones(HIDDEN_SIZE)
     bound = norms.bind_rms_norm(weight)
     calls = {

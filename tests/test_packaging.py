@@ -38,6 +38,8 @@ LAYERS = """
     _torch_autograd
     _run
     _fast_pair
+    _fast_learn
+    _fast_torch _fast_cupy
     _fast
     _border
     _libraries
