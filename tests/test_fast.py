@@ -774,6 +774,28 @@ def test_the_same_addresses_with_other_arrays(driver: Driver, library: Any, boun
         assert launch.specialisation.template_arguments[1] == cpp
 
 
+def test_two_libraries_in_the_same_memory(driver: Driver) -> None:
+    pytest.importorskip("torch")
+    cupy = pytest.importorskip("cupy")
+    with contextlib.ExitStack() as stack:
+        torch_library, _ = TorchLibrary(stack), CuPyLibrary(stack)
+        tensors = [torch_library.empty(shape) for shape in (3 * [(8, 64)] + [(64,)] + [(8, 64)])]
+
+        def view(tensor: Any) -> Any:
+            memory = cupy.cuda.UnownedMemory(tensor.data_ptr(), 2 * tensor.numel(), tensor, 0)
+            pointer = cupy.cuda.MemoryPointer(memory, 0)
+            return cupy.ndarray(tuple(tensor.shape), np.dtype("float16"), pointer)
+
+        for _ in range(2):
+            for arrays in (tensors, list(map(view, tensors))):
+                x, residual, out, weight, sums = arrays
+                assert norms.rms_norm(x, weight, out=out) is out
+                made = norms.add_rms_norm(x, residual, weight, out=out, residual_out=sums)
+                assert made[0] is out
+                assert made[1] is sums
+    assert [launch.short for launch in driver.launches] == 4 * [False] + 4 * [True]
+
+
 @pytest.mark.parametrize("bound", [False, True])
 def test_a_shape_that_is_wrong_at_known_addresses(
     driver: Driver, library: Any, bound: bool
