@@ -129,7 +129,11 @@ def forward_pair(q: Forward, k: Forward) -> _kernel.Launched | None:
     with current_device(device):
         halves = {"q": (q, _operands(q)), "k": (k, _operands(k))}
         launch = choose_pair_launch(
-            plan, q.rows, k.rows, _kernel.device_properties(device).sm_count
+            plan,
+            q.rows,
+            k.rows,
+            kind.staged_itemsize,
+            _kernel.device_properties(device).sm_count,
         )
         specialisation = specialise_pair(
             kind,
@@ -259,8 +263,13 @@ def specialise_forward(
             plan.threads_per_row,
             launch.rows_per_block,
         )
-        early = loads_weight_early(plan, launch, kind.staged_itemsize + kind.parameter_itemsize)
-        flags = (full, aligned, split_rows, before_weight, early)
+        early = loads_weight_early(
+            plan,
+            launch,
+            kind.staged_itemsize + kind.parameter_itemsize,
+            kind.bias in TABLE,
+        )
+        flags = (full, aligned, split_rows, before_weight, early, launch.evict_first)
     elif plan.kernel == "norm_forward_staged":
         geometry = (
             plan.vec_size,

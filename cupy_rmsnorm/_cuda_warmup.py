@@ -16,7 +16,7 @@ from ._cuda import ForwardKind, forward_plan, specialise_forward, specialise_pai
 from ._cuda_backward import Run
 from ._device import current_device
 from ._kernel import Specialisation
-from ._plan import choose_launch, choose_pair_launch
+from ._plan import choose_launch, choose_pair_launch, rows_evicted_first
 from ._plan_backward import BackwardLaunch
 from ._progress import Progress
 
@@ -83,8 +83,10 @@ def _pair(call: WarmupCall, device: int) -> Iterator[Built]:
     if plan.kernel != "norm_forward":
         yield from _forward(call, kind.valid_rows, device)
         return
-    for rows, split_rows in itertools.product(ROWS, (True, False)):
-        launch = choose_pair_launch(plan, rows, rows, sm_count)
+    most = rows_evicted_first(plan, kind.staged_itemsize)
+    halves = [*((rows, rows) for rows in ROWS), (most // 2, most - most // 2)]
+    for (q_rows, k_rows), split_rows in itertools.product(halves, (True, False)):
+        launch = choose_pair_launch(plan, q_rows, k_rows, kind.staged_itemsize, sm_count)
         specialisation = specialise_pair(
             kind, call.hidden_size, plan, launch, aligned=True, split_rows=split_rows
         )
@@ -95,7 +97,10 @@ def _forward(call: WarmupCall, valid_rows: str, device: int) -> Iterator[Built]:
     properties = _kernel.device_properties(device)
     kind = _forward_kind(call, valid_rows)
     plan = forward_plan(kind, call.hidden_size, device)
-    for rows in ROWS:
+    rows_of_calls = list(ROWS)
+    if plan.kernel == "norm_forward":
+        rows_of_calls.append(rows_evicted_first(plan, kind.staged_itemsize))
+    for rows in rows_of_calls:
         launch = choose_launch(plan, rows, kind.staged_itemsize, properties.sm_count)
         specialisation = specialise_forward(
             kind,

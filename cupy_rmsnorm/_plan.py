@@ -29,9 +29,19 @@ MAX_HELD_ELEMENTS = 64
 # residual holds two arrays, so it aims at half as many; LayerNorm's second reduction favours rows
 # that one warp holds, and few warps where that is too many.
 VECS_PER_THREAD = {
-    "rms": ((8, 1), (32, 2), (64, 1), (128, 4), (288, 2), (400, 3), (512, 2), (2048, 4), (4096, 8)),
+    "rms": (
+        (16, 1),
+        (32, 2),
+        (64, 1),
+        (128, 4),
+        (288, 2),
+        (400, 3),
+        (512, 2),
+        (2048, 4),
+        (4096, 8),
+    ),
     "add": ((16, 1), (32, 2), (64, 1), (128, 4), (400, 2), (512, 1), (2048, 2), (4096, 4)),
-    "layer": ((8, 1), (16, 4), (64, 2), (128, 4), (288, 2), (400, 3), (4096, 8)),
+    "layer": ((8, 1), (16, 4), (64, 2), (128, 4), (288, 2), (400, 3), (512, 4), (4096, 8)),
     "wide layer": ((8, 1), (64, 2), (128, 4), (288, 2), (400, 3), (2048, 4), (4096, 8)),
 }
 # Rows that vector loads do not divide move by narrow packs, many a thread.
@@ -39,10 +49,14 @@ NARROW_VECS_PER_THREAD = 16
 NARROW_PACKS = 1024
 # Weight and bias are loaded before the sum is known where a thread then holds at most so many bytes
 # of them and its row: more would take the registers of other rows. Where rows are few no others
-# want them.
+# want them. A bias beside the weight pays in small blocks alone.
 EARLY_WEIGHT_BYTES = 128
+EARLY_BIAS_BYTES, EARLY_BIAS_THREADS = 192, 128
 FEW_ROWS_EARLY_WEIGHT_BYTES = 256
 EARLY_WEIGHT_VECS = 8  # more, of narrow packs, are as many loads in the row's way
+# Rows of up to so many bytes in all, x and residual, ask to be evicted from the L2 first, which is
+# faster. More of them would find it full of what they may not evict, and be slower.
+EVICT_FIRST_BYTES = 8 * 1024 * 1024
 # Bytes of a staged row that one block holds; longer ones take a cluster.
 BLOCK_ROW_BYTES = 128 * 1024
 MAX_CLUSTER_SIZE = 8  # the largest that every architecture with clusters grants
@@ -81,6 +95,7 @@ class Launch:
     shared_bytes: int
     rows_per_block: int
     few_rows: bool = False  # not enough to give every SM a block
+    evict_first: bool = False  # what is moved is of no use to the L2; changes no bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +193,17 @@ def choose_launch(
     grid = min(-(-rows // rows_per_block), MAX_GRID)
     if masked and grid >= MASKED_BLOCKS_PER_SM * sm_count:
         grid = -(-grid // MASKED_ROWS_A_BLOCK)
-    return Launch(grid, threads * rows_per_block, 0, rows_per_block, few_rows)
+    evict_first = rows <= rows_evicted_first(plan, staged_itemsize)
+    return Launch(grid, threads * rows_per_block, 0, rows_per_block, few_rows, evict_first)
 
 
-def loads_weight_early(plan: Plan, launch: Launch, held_itemsize: int) -> bool:
+def rows_evicted_first(plan: Plan, staged_itemsize: int) -> int:
+    """The most rows of a call that does without the L2, by a plan of norm_forward."""
+    held = plan.vec_size * plan.vecs_per_thread * plan.threads_per_row
+    return EVICT_FIRST_BYTES // (held * staged_itemsize)
+
+
+def loads_weight_early(plan: Plan, launch: Launch, held_itemsize: int, has_bias: bool) -> bool:
     """Whether weight and bias come before the sum; `held_itemsize` counts them and the row.
 
     Rows of one warp meet at no barrier behind which the loads could hide.
@@ -189,13 +211,20 @@ def loads_weight_early(plan: Plan, launch: Launch, held_itemsize: int) -> bool:
     if not plan.early_weight or plan.threads_per_row <= WARP:
         return plan.early_weight
     held = plan.vec_size * plan.vecs_per_thread * held_itemsize
-    most = FEW_ROWS_EARLY_WEIGHT_BYTES if launch.few_rows else EARLY_WEIGHT_BYTES
+    if launch.few_rows:
+        most = FEW_ROWS_EARLY_WEIGHT_BYTES
+    elif not has_bias:
+        most = EARLY_WEIGHT_BYTES
+    else:
+        most = EARLY_BIAS_BYTES if plan.threads_per_row <= EARLY_BIAS_THREADS else 0
     return held <= most and plan.vecs_per_thread <= EARLY_WEIGHT_VECS
 
 
-def choose_pair_launch(plan: Plan, q_rows: int, k_rows: int, sm_count: int) -> PairLaunch:
+def choose_pair_launch(
+    plan: Plan, q_rows: int, k_rows: int, staged_itemsize: int, sm_count: int
+) -> PairLaunch:
     """The launch of q and k together, for a plan of norm_forward."""
-    together = choose_launch(plan, q_rows + k_rows, 0, sm_count)
+    together = choose_launch(plan, q_rows + k_rows, staged_itemsize, sm_count)
     q_blocks, k_blocks = (
         min(-(-rows // together.rows_per_block), MAX_GRID // 2) for rows in (q_rows, k_rows)
     )
@@ -206,5 +235,6 @@ def choose_pair_launch(plan: Plan, q_rows: int, k_rows: int, sm_count: int) -> P
         0,
         together.rows_per_block,
         together.few_rows,
+        together.evict_first,
         -(-(k_blocks << 62) // grid),
     )

@@ -145,11 +145,11 @@ __device__ __forceinline__ void store_dx(const BackwardRow<DX, D, X, R>& at, lon
                                          const A (&values)[VEC_SIZE]) {
     Pack<DX, VEC_SIZE> dx;
     round_pack(dx, values);
-    store_pack<ALIGNED>(at.dx + element, dx);
+    store_pack<STREAM, ALIGNED>(at.dx + element, dx);
     if (has_dresidual<DX, X> && at.dresidual != nullptr) {
         Pack<X, VEC_SIZE> dresidual;
         round_pack(dresidual, values);
-        store_pack<ALIGNED>(at.dresidual + element, dresidual);
+        store_pack<STREAM, ALIGNED>(at.dresidual + element, dresidual);
     }
 }
 

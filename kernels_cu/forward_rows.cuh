@@ -19,8 +19,8 @@ __host__ __device__ constexpr int min_blocks() {
 // Computes the rows of one block of `blocks`, as norm_forward.cu describes it.
 template <Norm NORM, int VEC_SIZE, int VECS_PER_THREAD, int THREADS_PER_ROW, int ROWS_PER_BLOCK,
           bool FULL, bool ALIGNED, bool SPLIT_ROWS, bool CAST_BEFORE_WEIGHT, bool EARLY_WEIGHT,
-          bool PARTIAL, Mask MASK, typename Y, typename X, typename R, typename W, typename B,
-          typename V>
+          bool EVICT_FIRST, bool PARTIAL, Mask MASK, typename Y, typename X, typename R, typename W,
+          typename B, typename V>
 __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, B, V>& arguments,
                                              unsigned block, unsigned blocks) {
     using A = typename Accumulation<X>::type;
@@ -32,6 +32,7 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
     constexpr int HALVES = NORM == RMS ? 2 : 1;
     __shared__ A square_slots[HALVES][SLOTS];
 
+    constexpr Hint HINT = EVICT_FIRST ? STREAM : PLAIN;
     const int thread = threadIdx.x % THREADS_PER_ROW;
     const int row_in_block = threadIdx.x / THREADS_PER_ROW;
     const int packs = static_cast<int>(arguments.hidden_size) / VEC_SIZE;
@@ -85,9 +86,9 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
 #pragma unroll
         for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
             if (!holds(vec)) continue;
-            load_pack<STREAM, ALIGNED>(x[vec], at.x + offset_of(vec));
+            load_pack<HINT, ALIGNED>(x[vec], at.x + offset_of(vec));
             if constexpr (is_array<R>) {
-                load_pack<STREAM, ALIGNED>(residual[vec], at.residual + offset_of(vec));
+                load_pack<HINT, ALIGNED>(residual[vec], at.residual + offset_of(vec));
             }
         }
         if constexpr (EARLY_WEIGHT) {
@@ -104,7 +105,7 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
                 Pack<R, VEC_SIZE> residual_out;
                 held_values(values, vec);
                 round_pack(residual_out, values);
-                store_pack<ALIGNED>(at.residual_out + offset_of(vec), residual_out);
+                store_pack<HINT, ALIGNED>(at.residual_out + offset_of(vec), residual_out);
             }
         }
 
@@ -145,7 +146,7 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
             Pack<Y, VEC_SIZE> y;
             held_values(values, vec);
             normalise(y, values, weight[vec], bias[vec]);
-            store_pack<ALIGNED>(at.y + offset_of(vec), y);
+            store_pack<HINT, ALIGNED>(at.y + offset_of(vec), y);
         }
         if constexpr (MASK == ZERO_OTHERS) leave_zeros();
     }

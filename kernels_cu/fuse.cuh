@@ -183,9 +183,9 @@ __device__ __forceinline__ void zero_row(const RowPointers<Y, X, R, W, B>& at, l
     const Pack<Y, VEC_SIZE> y = {};
     const Pack<R, VEC_SIZE> residual_out = {};
     for (long long pack = 0; pack < end; pack += step) {
-        store_pack<ALIGNED>(at.y + pack * VEC_SIZE, y);
+        store_pack<PLAIN, ALIGNED>(at.y + pack * VEC_SIZE, y);
         if constexpr (is_array<R>) {
-            store_pack<ALIGNED>(at.residual_out + pack * VEC_SIZE, residual_out);
+            store_pack<PLAIN, ALIGNED>(at.residual_out + pack * VEC_SIZE, residual_out);
         }
     }
 }

@@ -91,7 +91,7 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS, 1024 / THR
         if constexpr (is_array<R>) {
             Pack<R, VEC_SIZE> residual_out;
             round_pack(residual_out, values);
-            store_pack<ALIGNED>(at.residual_out + offset_of(vec), residual_out);
+            store_pack<PLAIN, ALIGNED>(at.residual_out + offset_of(vec), residual_out);
         }
     }
     if constexpr (CLUSTER_SIZE > 1) {
@@ -119,8 +119,8 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS, 1024 / THR
     const Normalise<NORM, CAST_BEFORE_WEIGHT, X, A> normalise = {
         mean, rstd, arguments.weight_offset, arguments.weight_constant, arguments.bias_constant};
     // Not unrolled further: the weights of all packs at once would take the registers of other
-    // blocks.
-#pragma unroll 2
+    // blocks, of which a cluster needs more.
+#pragma unroll(CLUSTER_SIZE == 1 ? 4 : 2)
     for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
         if (!holds(vec)) continue;
         A values[VEC_SIZE];
@@ -131,6 +131,6 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS, 1024 / THR
         if constexpr (is_array<B>) load_pack<KEEP, ALIGNED>(bias, at.bias + offset_of(vec));
         Pack<Y, VEC_SIZE> y;
         normalise(y, values, weight, bias);
-        store_pack<ALIGNED>(at.y + offset_of(vec), y);
+        store_pack<PLAIN, ALIGNED>(at.y + offset_of(vec), y);
     }
 }

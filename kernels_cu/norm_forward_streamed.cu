@@ -87,7 +87,7 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
         if constexpr (is_array<R>) {
             Pack<R, VEC_SIZE> residual_out;
             round_pack(residual_out, values);
-            store_pack<ALIGNED>(at.residual_out + element, residual_out);
+            store_pack<STREAM, ALIGNED>(at.residual_out + element, residual_out);
         }
         Pack<W, VEC_SIZE> weight;
         Pack<B, VEC_SIZE> bias;
@@ -95,6 +95,6 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
         if constexpr (is_array<B>) load_pack<KEEP, ALIGNED>(bias, at.bias + element);
         Pack<Y, VEC_SIZE> y;
         normalise(y, values, weight, bias);
-        store_pack<ALIGNED>(at.y + element, y);
+        store_pack<STREAM, ALIGNED>(at.y + element, y);
     }
 }

@@ -36,9 +36,10 @@ struct alignas(word_bytes(sizeof(T) * VEC_SIZE)) Pack {
     T data[VEC_SIZE];
 };
 
-// How a load treats the caches, and from where it loads.
+// How a load or a store treats the caches, and which memory is meant.
 enum Hint {
-    KEEP,    // global memory that other blocks read too: weights, bias
+    KEEP,    // global memory that other blocks read too, and nobody writes: weights, bias
+    PLAIN,   // global memory
     STREAM,  // global memory that is touched once: evict first
     SHARED,  // shared memory
 };
@@ -83,7 +84,7 @@ __device__ __forceinline__ void bring_pack(Pack<T, VEC_SIZE>* shared, const T* s
     }
 }
 
-template <bool ALIGNED, typename T, int VEC_SIZE>
+template <Hint HINT, bool ALIGNED, typename T, int VEC_SIZE>
 __device__ __forceinline__ void store_pack(T* target, const Pack<T, VEC_SIZE>& pack) {
     constexpr int BYTES = ALIGNED ? word_bytes(sizeof(T) * VEC_SIZE) : sizeof(T);
     using W = typename Word<BYTES>::type;
@@ -91,6 +92,10 @@ __device__ __forceinline__ void store_pack(T* target, const Pack<T, VEC_SIZE>& p
     W* to = reinterpret_cast<W*>(target);
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(T)) * VEC_SIZE / BYTES; ++i) {
-        __stcs(to + i, words[i]);
+        if constexpr (HINT == STREAM) {
+            __stcs(to + i, words[i]);
+        } else {
+            to[i] = words[i];
+        }
     }
 }

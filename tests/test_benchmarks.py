@@ -314,6 +314,7 @@ def test_a_candidate_that_fails_does_not_end_the_race(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(_bench, "copy_rings", lambda nbytes, placements: ([], []))
     monkeypatch.setattr(_bench, "copy_candidates", lambda *rings: {"copy": lambda i: None})
+    monkeypatch.setattr(_bench, "l2_filler", lambda: lambda i: None)
     monkeypatch.setattr(_bench, "_graph", graph)
     monkeypatch.setattr(_bench, "_replay", replay)
     fine = candidate("ours")
@@ -697,6 +698,7 @@ cupy.cuda.Stream = lambda non_blocking: contextlib.nullcontext()
 cupy.cuda.Device = lambda: SimpleNamespace(synchronize=lambda: None)
 _bench._graph = lambda call, placements, stream: (call, 4)
 _bench._replay = lambda graph, stream: graph(0)
+_bench.l2_filler = lambda: lambda i: None
 
 
 def pytest_collection_modifyitems(items):
