@@ -56,6 +56,7 @@ ADDRESS = struct.Struct("@Q")
 Done = tuple[Any, Any, Any, Any]  # y, residual_out, mean and rstd
 Kind = tuple[Hashable, ...]  # what chose a launch: devices, dtypes, shapes
 At = tuple[int, ...]  # the stream, and where the arrays are
+Shape = tuple[int, ...]
 # A launch with all its arguments, its kind, and the buffer where the kernel's arguments lie. The
 # driver copies them and nobody changes them, so threads may share one.
 Launch = tuple[Callable[[], None], Kind, object]
@@ -275,11 +276,12 @@ class Entry:
 class Kept:
     """What is kept of the calls of one function with equal options."""
 
-    __slots__ = ("__weakref__", "entries", "launches", "out_like_x")
+    __slots__ = ("__weakref__", "entries", "launches", "made", "out_like_x")
 
     def __init__(self, out_like_x: bool) -> None:
         self.entries: dict[Kind, Entry] = {}
         self.launches: Launches = {}
+        self.made: dict[Shape, Shape] = {}  # those of which this road has made a y
         self.out_like_x = out_like_x  # whether a new y has x's dtype
         with _lock:
             _alive.add(self)
@@ -288,6 +290,7 @@ class Kept:
         """Keep nothing."""
         self.entries.clear()
         self.launches.clear()
+        self.made.clear()
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import _device, _torch_memory
-from ._fast import Bound, Done, Entry, Kept, Library, Short, keep
+from ._fast import LIMIT, Bound, Done, Entry, Kept, Library, Short, keep
 from ._layout import contiguous_strides
 
 
@@ -154,6 +154,14 @@ def library(torch: Any) -> Library:
         done = road(kept, x, None, weight, None, out, None, None, bound)
         return None if done is None else done[0]
 
+    def first_made(kept: Kept, weight: Any, x: Any) -> Any:
+        y = long_way(kept, weight, x, None)
+        if y is not None and kept.out_like_x:
+            if len(kept.made) >= LIMIT:
+                kept.made.clear()
+            kept.made[x.shape] = tuple(x.shape)
+        return y
+
     def plain(kept: Kept, weight: Any, x: Any, out: Any) -> Any:
         cls, y = type(weight), out
         if (cls is not parameter and cls is not tensor) or forward_ad._current_level >= 0:
@@ -163,12 +171,14 @@ def library(torch: Any) -> Library:
                 return None
             device = x.get_device()
             current = current_device()
+            shape = x.shape
             if not x.is_contiguous() or not weight.is_contiguous():
                 return long_way(kept, weight, x, out)
             if out is None:
-                if not kept.launches or not kept.out_like_x or device != current:
-                    return long_way(kept, weight, x, out)
-                y = new(tuple(x.shape), x.stride(), x.dtype)
+                made = kept.made.get(shape)
+                if made is None or device != current:
+                    return first_made(kept, weight, x)
+                y = new(made, x.stride(), x.dtype)
                 if y is None:
                     return long_way(kept, weight, x, out)
             elif type(out) is not tensor or out.requires_grad or not out.is_contiguous():
@@ -176,7 +186,7 @@ def library(torch: Any) -> Library:
             at = (raw_stream(device), x.data_ptr(), y.data_ptr(), weight.data_ptr())
         except RuntimeError:  # no memory of its own, as within vmap
             return None
-        kind = (current, device, x.dtype, x.shape, y.dtype, y.shape, weight.dtype, weight.shape)
+        kind = (current, device, x.dtype, shape, y.dtype, y.shape, weight.dtype, weight.shape)
         found = kept.launches.get(at)
         if found is not None and found[1] == kind:
             try:
@@ -189,7 +199,7 @@ def library(torch: Any) -> Library:
         bound = (kept.launches, at, kind)
         if out is not None:
             return long_way(kept, weight, x, out, bound)
-        allocating = (current, device, x.dtype, x.shape, weight.dtype, weight.shape, *8 * (None,))
+        allocating = (current, device, x.dtype, shape, weight.dtype, weight.shape, *8 * (None,))
         entry = kept.entries.get(allocating)
         if entry is None:
             return None

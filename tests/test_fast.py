@@ -720,6 +720,28 @@ def test_new_tensors_come_without_dispatch_where_no_mode_would_see_it() -> None:
     assert _torch_memory.new.__wrapped__(namespace)((3,), (1,), torch.float32) is None
 
 
+def test_no_tensor_is_made_in_vain(
+    driver: Driver, torch_library: TorchLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def new(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
+        made.append(shape)
+        return torch_library.torch._C._dynamo.guards._empty_strided_cpu(shape, strides, dtype)
+
+    monkeypatch.setattr(_torch_memory, "new", lambda torch: new)
+    x, weight = torch_library.empty((ROWS, HIDDEN_SIZE)), torch_library.empty((HIDDEN_SIZE,))
+    for _ in range(2):
+        norms.rms_norm(x, weight, out=torch_library.empty((ROWS, HIDDEN_SIZE)))
+    assert made == []
+    kept = []
+    for count in range(5):  # the general road's come from a host's space here
+        kept.append(norms.rms_norm(x, weight))
+        assert made == count * [(ROWS, HIDDEN_SIZE)]
+        assert unpacked(driver.launches[-1])["y"] == kept[-1].data_ptr()
+    assert [launch.short for launch in driver.launches] == [False, True, False, *4 * [True]]
+
+
 # Many of them -----------------------------------------------------------------------------------
 
 
