@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from . import _fast, _roads, _run
@@ -55,16 +55,18 @@ class BoundNorm:
         self._bias = bias
         self._options = options
         self._kept = _fast.kept(function, options, self._out_dtype)
-        self._short: dict[type, _fast.Short] = {}  # by the type of x
+        # By the type of x: its short road, and what says whether such calls are traced.
+        self._short: dict[type, tuple[_fast.Short, Callable[[], bool] | None]] = {}
 
     def __call__(self, x: ArrayT, out: ArrayT | None = None) -> ArrayT:
         """Normalise `x`; `out` is as in the function that this binds."""
-        library = _fast.libraries.get(type(x)) if self._kept is not None else None
-        if library is not None and (library.traced is None or not library.traced()):
-            short = self._short.get(type(x)) or self._find_short(library, type(x))
-            done: ArrayT | None = short(x, out)
-            if done is not None:
-                return done
+        known = self._short.get(type(x)) or self._find_short(type(x))
+        if known is not None:
+            short, traced = known
+            if traced is None or not traced():
+                done: ArrayT | None = short(x, out)
+                if done is not None:
+                    return done
         try:
             return _roads.normalize_anew(
                 self._function,
@@ -92,11 +94,15 @@ class BoundNorm:
             if shape is not None:
                 ends_in("x", shape, getattr(parameter, "shape", ()))
 
-    def _find_short(self, library: _fast.Library, cls: type) -> _fast.Short:
-        assert self._kept is not None
-        short = _fast.bind(library, self._kept, self._weight, self._bias)
-        self._short[cls] = short
-        return short
+    def _find_short(self, cls: type) -> tuple[_fast.Short, Callable[[], bool] | None] | None:
+        library = _fast.libraries.get(cls)
+        if library is None or self._kept is None:
+            return None
+        if library.traced is not None and library.traced():
+            return None
+        known = _fast.bind(library, self._kept, self._weight, self._bias), library.traced
+        self._short[cls] = known
+        return known
 
     def __repr__(self) -> str:
         return f"<bound {self._function}>"
