@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import race
 from cupy_rmsnorm import _bench, _cuda, _kernel, _plan
+from cupy_rmsnorm._call import Norm
 from cupy_rmsnorm._candidates import forward_candidates
 from cupy_rmsnorm._cuda import ForwardKind
 from cupy_rmsnorm._dtypes import TABLE, numpy_dtype
@@ -73,26 +74,37 @@ SHAPES: list[Shape] = [
 
 
 def kind_of(op: str, dtype: str) -> ForwardKind:
+    norm: Norm = "layer" if "layer" in op else "rms"
     return ForwardKind(
-        norm="layer" if "layer" in op else "rms",
+        norm=norm,
         y=dtype,
         x=dtype,
         residual=dtype if op.startswith("add") else None,
         weight=dtype,
+        bias=dtype if norm == "layer" else None,
     )
+
+
+def loads_early(kind: ForwardKind, plan: Plan, launch: _plan.Launch) -> bool:
+    """Whether the weight came before the sum, which a plan only permits."""
+    if plan.kernel != "norm_forward":
+        return False
+    held = kind.staged_itemsize + kind.parameter_itemsize
+    return _plan.loads_weight_early(plan, launch, held, kind.bias is not None)
 
 
 def candidate_launches(plan: Plan, kind: ForwardKind, rows: int) -> list[_plan.Launch]:
     """The library's own launch of longer rows; short rows share blocks of several sizes."""
     if plan.kernel != "norm_forward":
         return [_plan.choose_launch(plan, rows, kind.staged_itemsize, SM_COUNT)]
+    evict_first = rows <= _plan.rows_evicted_first(plan, kind.staged_itemsize)
     launches: list[_plan.Launch] = []
     for block in (32, 128, 512):
         rows_per_block = max(1, block // plan.threads_per_row)
         threads = plan.threads_per_row * rows_per_block
         if threads % 32 == 0 and (not launches or launches[-1].block != threads):
             grid = -(-rows // rows_per_block)
-            launches.append(_plan.Launch(grid, threads, 0, rows_per_block))
+            launches.append(_plan.Launch(grid, threads, 0, rows_per_block, evict_first=evict_first))
     return launches
 
 
@@ -117,6 +129,7 @@ class Buffers:
                     part = array[first : first + 256]
                     part[...] = values[: len(part)].astype(dtype)
         self.weight = (1 + 0.5 * cupy.random.standard_normal(hidden_size)).astype(dtype)
+        self.bias = (0.5 * cupy.random.standard_normal(hidden_size)).astype(dtype)
         self.sample = values[: min(4, rows)]
 
     def packed(self, plan: Plan) -> list[bytes]:
@@ -125,6 +138,7 @@ class Buffers:
         )
         arguments |= {"rows": self.rows, "hidden_size": self.hidden_size, "eps": 1e-6}
         arguments |= {"weight": self.weight.data.ptr, "partial": self.hidden_size}
+        arguments |= {"bias": self.bias.data.ptr if self.kind.bias else 0}
         arguments |= _kernel.row_count("inner_rows", self.rows) | _kernel.row_count("mask_rows", 1)
         result = []
         for i in range(self.count):
@@ -146,6 +160,8 @@ class Buffers:
             x = x - x.mean(-1, keepdims=True)
         y = x / cupy.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)
         y *= self.weight.astype("float64")
+        if self.kind.bias:
+            y += self.bias.astype("float64")
         got = self.rings["y"][0][: len(self.sample)].astype("float64")
         return float(abs(got - y).max() / abs(y).max())
 
@@ -207,6 +223,7 @@ def sweep(op: str, dtype: str, rows: int, hidden_size: int, rounds: int) -> list
                 "us": round(seconds * 1e6, 3),
                 "ratio": round(copy / seconds, 4),
                 **dataclasses.asdict(plan),
+                "early_weight": loads_early(kind, plan, launch),
                 "rows_per_block": launch.rows_per_block,
             }
         )
