@@ -88,7 +88,7 @@ def kind_of(op: str, dtype: str) -> ForwardKind:
 def loads_early(kind: ForwardKind, plan: Plan, launch: _plan.Launch) -> bool:
     """Whether the weight came before the sum, which a plan only permits."""
     if plan.kernel != "norm_forward":
-        return False
+        return plan.early_weight
     held = kind.staged_itemsize + kind.parameter_itemsize
     return _plan.loads_weight_early(plan, launch, held, kind.bias is not None)
 
