@@ -5,7 +5,8 @@
 // Launch: block (THREADS_PER_ROW * ROWS_PER_BLOCK), a multiple of 32; any grid; no dynamic shared
 // memory.
 // Caller guarantees: hidden_size is a multiple of VEC_SIZE and at most VEC_SIZE * VECS_PER_THREAD *
-// THREADS_PER_ROW, with equality where FULL; every pack lies on its word size where ALIGNED.
+// THREADS_PER_ROW, with equality where FULL; no pack but a thread's last lies behind a row's end;
+// every pack lies on its word size where ALIGNED.
 // Moves: one read of x (and residual), one write of y (and residual_out).
 
 #include "forward_rows.cuh"

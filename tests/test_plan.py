@@ -318,6 +318,16 @@ def test_the_table_holds_every_class_of_candidates(arch: int) -> None:
     assert not missing, f"no row of the table has these plans: {missing}"
 
 
+@pytest.mark.parametrize("x", DTYPES)
+def test_a_row_ends_in_the_last_pack_of_its_threads(x: str) -> None:
+    """norm_forward looks for its end nowhere else."""
+    for norm, hidden_size in itertools.product(NORMS, HIDDEN_SIZES[::3]):
+        for residual in residuals(x):
+            for plan in forward_candidates(norm, hidden_size, x, residual, 90):
+                before = plan.vec_size * (plan.vecs_per_thread - 1) * plan.threads_per_row
+                assert plan.kernel != "norm_forward" or before < hidden_size, (hidden_size, plan)
+
+
 def test_the_table_holds_every_backward_kernel() -> None:
     kernel_names = {name for name in _kernel.PARAMETERS if name.startswith("norm_backward")}
     for arch in (75, 90):
