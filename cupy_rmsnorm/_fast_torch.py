@@ -264,7 +264,7 @@ def library(torch: Any) -> Library:
         return functools.partial(plain, kept, weight)
 
     def empty(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-        made = new(tuple(shape), contiguous_strides(shape), dtype)  # it may be a torch.Size
+        made = new(tuple(shape), contiguous_strides(shape), dtype)
         return x.new_empty(shape, dtype=dtype) if made is None else made
 
     def like(name: str) -> Callable[[Any], Any]:

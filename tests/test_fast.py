@@ -155,6 +155,9 @@ class TorchLibrary:
 
         self.torch = torch
         stack.enter_context(mock.patch.object(torch.Tensor, "get_device", return_value=0))
+        # As strict about what it takes as the one for a GPU.
+        new = torch._C._dynamo.guards._empty_strided_cpu
+        stack.enter_context(mock.patch.object(_torch_memory, "new", return_value=new))
         stack.enter_context(
             mock.patch.object(
                 torch._C, "_cuda_getCurrentRawStream", return_value=STREAM, create=True
