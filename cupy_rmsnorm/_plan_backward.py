@@ -32,10 +32,10 @@ BLOCK_ROW_BYTES = 48 * 1024
 # And until every SM has so many groups of rows to take in turn.
 GROUPS_PER_SM = 4
 FEW_BLOCK_THREADS = 256
-# A row of 16 bits takes all of HELD_WORDS up to so many threads, then half of them up to the next,
-# then twice as many; in clusters the first number holds too.
-NARROW_ROW_THREADS = 256
-NARROW_BLOCK_THREADS = 896
+# Of elements of so many bytes, a row takes all of HELD_WORDS up to the first number of threads,
+# then half of them up to the second, then all of them again.
+ROW_THREADS = {2: (256, 896), 4: (128, 512)}
+CLUSTER_THREADS = 256  # where a block of a cluster holds twice as many words
 # Two blocks an SM where rows lie within a warp.
 MAX_BLOCKS_PER_SM = 2  # bounds the workspace: parts of dweight are 2 * SMs at most
 MAX_STAGES = 4
@@ -103,14 +103,12 @@ def choose_backward_plan(
         threads = 1 << (threads - 1).bit_length()
         return Plan("norm_backward", vec_size, -(-packs // threads), threads)
     most = held if words > 1 else 2 * held
-    narrow = (
-        (1, held, NARROW_ROW_THREADS),
-        (1, max(1, held // 2), NARROW_BLOCK_THREADS),
-        (1, most, NARROW_ROW_THREADS),
-    )
+    full, half = ROW_THREADS.get(itemsize, (MAX_THREADS, MAX_THREADS))
     for cluster_size, vecs, most_threads in (
-        *(narrow if itemsize == 2 else ((1, held, MAX_THREADS),)),
-        *((size, most, NARROW_ROW_THREADS) for size in CLUSTER_SIZES[1:]),
+        (1, held, full),
+        (1, max(1, held // 2), half),
+        (1, held, MAX_THREADS),
+        *((size, most, CLUSTER_THREADS) for size in CLUSTER_SIZES[1:]),
         (1, most, MAX_THREADS),
         (CLUSTER_SIZES[-1], most, MAX_THREADS),
     ):

@@ -320,24 +320,22 @@ __device__ __forceinline__ void store_part(A* part, const A (&sums)[VECS_PER_THR
             if (pack < end) packs[pack] = pack_of(vec);
         }
     } else {
-        const int held = threads_per_row * VECS_PER_THREAD;
-        Sums* const all = reinterpret_cast<Sums*>(room);
-        Sums* const row = all + threadIdx.x / threads_per_row * held;
+        const int held = threads_per_row * VECS_PER_THREAD;  // packs of a row in the room
+        Sums* const row = reinterpret_cast<Sums*>(room) + threadIdx.x / threads_per_row * held;
         __syncthreads();  // no thread uses the room any more
 #pragma unroll
         for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
             row[thread + vec * threads_per_row] = pack_of(vec);
         }
         __syncthreads();  // every row's sums are in the room
-        for (int pack = threadIdx.x; pack < end; pack += blockDim.x) {
-            Sums sum = all[pack];
+        // By elements: of the packs of a short row few threads would have one.
+        for (int element = threadIdx.x; element < end * VEC_SIZE; element += blockDim.x) {
+            A sum = room[element];
 #pragma unroll 8
             for (int other = 1; other < ROWS_PER_BLOCK; ++other) {
-                const Sums term = all[other * held + pack];
-#pragma unroll
-                for (int i = 0; i < VEC_SIZE; ++i) sum.data[i] += term.data[i];
+                sum += room[other * held * VEC_SIZE + element];
             }
-            packs[pack] = sum;
+            part[element] = sum;
         }
     }
 }

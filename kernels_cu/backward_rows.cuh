@@ -112,12 +112,22 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
                 bulk_copy(staged_dresidual_out(stage, 0), at.dresidual_out, bytes, barrier);
             }
         } else {
+            // One array after the other: with packs of x and dout in turn, memory took a quarter
+            // longer over rows of 8192 bfloat16.
 #pragma unroll
             for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
                 if (!comes || !owns(vec)) continue;
                 bring_pack<COPY == ASYNC, ALIGNED>(staged_x(stage, vec), at.x + vec * APART);
+            }
+#pragma unroll
+            for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
+                if (!comes || !owns(vec)) continue;
                 bring_pack<COPY == ASYNC, ALIGNED>(staged_dout(stage, vec), at.dout + vec * APART);
-                if constexpr (is_array<R> && WANT_DX) {
+            }
+            if constexpr (is_array<R> && WANT_DX) {
+#pragma unroll
+                for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
+                    if (!comes || !owns(vec)) continue;
                     bring_pack<COPY == ASYNC, ALIGNED>(staged_dresidual_out(stage, vec),
                                                        at.dresidual_out + vec * APART);
                 }
