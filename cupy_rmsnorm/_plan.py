@@ -44,9 +44,9 @@ VECS_PER_THREAD = {
     "layer": ((8, 1), (16, 4), (64, 2), (128, 4), (288, 2), (400, 3), (512, 4), (4096, 8)),
     "wide layer": ((8, 1), (64, 2), (128, 4), (288, 2), (400, 3), (2048, 4), (4096, 8)),
 }
-# Rows that vector loads do not divide move by narrow packs, many a thread.
-NARROW_VECS_PER_THREAD = 16
-NARROW_PACKS = 1024
+# Rows that vector loads do not divide move by narrow packs: longer than a warp's, many a thread.
+NARROW_PACKS = 128
+NARROW_VECS_PER_THREAD = ((1024, 5), (REGISTER_ROW_BYTES, 16))
 # Weight and bias are loaded before the sum is known where a thread then holds at most so many bytes
 # of them and its row: more would take the registers of other rows. Where rows are few no others
 # want them. A bias beside the weight pays in small blocks alone.
@@ -153,7 +153,7 @@ def choose_plan(
 def _register_plan(table: str, packs: int, vec_size: int, narrow: bool) -> Plan:
     aim = next((vecs for limit, vecs in VECS_PER_THREAD[table] if packs <= limit), 8)
     if narrow and packs > NARROW_PACKS:
-        aim = NARROW_VECS_PER_THREAD
+        aim = next(vecs for limit, vecs in NARROW_VECS_PER_THREAD if packs <= limit)
     if packs > WARP * aim:
         # A row that fills its warps to the last pack needs no test of where it ends.
         near = (vecs for vecs in (aim, aim + 1, aim - 1) if vecs * vec_size <= MAX_HELD_ELEMENTS)
