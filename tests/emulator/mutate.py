@@ -79,6 +79,14 @@ EXPLAINED: dict[tuple[str, str], tuple[str, str]] = {
         "equivalent",
         "the pass more has no element below the bound that its body checks",
     ),
+    ("backward_rows.cuh", "constexpr bool MEAN = NORM == LAYER || !GIVEN_MEAN;"): (
+        "survived",
+        "sums a mean that RMSNorm does not use, and that LayerNorm was given",
+    ),
+    ("backward_rows.cuh", "if constexpr (COPY == ASYNC) ;"): (
+        "equivalent",
+        "rows behind the last are not asked for, so nothing is on its way",
+    ),
     (
         "norm_backward_columns.cu",
         "for (long long position = part; position <= positions; position += arguments.parts) {",
