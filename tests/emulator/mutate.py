@@ -79,6 +79,14 @@ EXPLAINED: dict[tuple[str, str], tuple[str, str]] = {
         "equivalent",
         "the pass more has no element below the bound that its body checks",
     ),
+    ("backward.cuh", "if (has_dresidual<DX, X> || arguments.dresidual != nullptr) {"): (
+        "survived",
+        "every row of the table with two dtypes wants the second copy, and no other",
+    ),
+    ("backward.cuh", "if (has_dresidual<DX, X> || at.dresidual != nullptr) {"): (
+        "survived",
+        "every row of the table with two dtypes wants the second copy, and no other",
+    ),
     ("backward_rows.cuh", "constexpr bool MEAN = NORM == LAYER || !GIVEN_MEAN;"): (
         "survived",
         "sums a mean that RMSNorm does not use, and that LayerNorm was given",
