@@ -252,7 +252,7 @@ class Decoding:
         self._prompt = torch.arange(size.prompt, device=device)[None] % size.config["vocab_size"]
         self._token = torch.full((1, 1), 7, device=device)
         self._at = torch.full((1, 1), size.prompt, device=device)
-        self._graphs: list[Any] = []
+        self._kept: list[Any] = []
 
     def prepare(self, model: Any) -> tuple[Callable[[], Any], Callable[[], None]]:
         """A call that decodes the token, and what lets the next one begin at the same place."""
@@ -323,7 +323,7 @@ class Decoding:
         graph = torch.cuda.CUDAGraph()
         with torch.no_grad(), torch.cuda.graph(graph):
             call()
-        self._graphs.append(graph)
+        self._kept += [graph, call]  # the graph works on the cache that only the call holds
         return graph.replay  # type: ignore[no-any-return]
 
     def check(self, model: Any, like: Any) -> None:
