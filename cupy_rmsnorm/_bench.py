@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 Call = Callable[[int], object]  # enqueues the work on placement i on CuPy's current stream
 Times = dict[str, list[float]]  # seconds of one call, one figure a round
 
-PLACEMENTS = 4  # at least: one kernel over other buffers differs by up to 4 %
+PLACEMENTS = 4  # at least: no single place of the buffers decides
 MAX_PLACEMENTS = 8192  # at most: a longer ring of tiny buffers takes seconds to capture
 L2_MULTIPLE = 2  # a ring of twice the L2 leaves nothing of a placement there when it comes round
 MEMORY_SHARE = 0.4  # of the free memory, for the buffers of one candidate

@@ -29,17 +29,7 @@ MAX_HELD_ELEMENTS = 64
 # residual holds two arrays, so it aims at half as many; LayerNorm's second reduction favours rows
 # that one warp holds, and few warps where that is too many.
 VECS_PER_THREAD = {
-    "rms": (
-        (16, 1),
-        (32, 2),
-        (64, 1),
-        (128, 4),
-        (288, 2),
-        (400, 3),
-        (512, 2),
-        (2048, 4),
-        (4096, 8),
-    ),
+    "rms": ((8, 1), (32, 2), (64, 1), (128, 4), (288, 2), (400, 3), (512, 2), (2048, 4), (4096, 8)),
     "add": ((16, 1), (32, 2), (64, 1), (128, 4), (400, 2), (512, 1), (2048, 2), (4096, 4)),
     "layer": ((8, 1), (16, 4), (64, 2), (128, 4), (288, 2), (400, 3), (512, 4), (4096, 8)),
     "wide layer": ((8, 1), (64, 2), (128, 4), (288, 2), (400, 3), (2048, 4), (4096, 8)),
