@@ -35,8 +35,7 @@ from ._plan_file import OPS, Key
 
 ROUNDS, FINAL_ROUNDS = 3, 7
 FINALISTS = 3
-# Where buffers lie moves a kernel by up to 4 %, though all candidates alike; what is left of that
-# between two runs is below 1 %.
+# Where buffers lie moves all candidates alike; what is left of that between two runs is below 1 %.
 MARGIN = 0.02
 SLOWER = 0.01
 FEW_ROWS = 16  # a step of decoding
