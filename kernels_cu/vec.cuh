@@ -95,7 +95,7 @@ __device__ __forceinline__ void store_pack(T* target, const Pack<T, VEC_SIZE>& p
         if constexpr (HINT == STREAM) {
             __stcs(to + i, words[i]);
         } else {
-            to[i] = words[i];
+            __stwb(to + i, words[i]);  // an assignment may be taken apart
         }
     }
 }

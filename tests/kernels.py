@@ -812,7 +812,7 @@ ROUND: tuple[tuple[str, str, ForcedBackward, dict[str, Any]], ...] = (
     ("packs_192", "bfloat16", ForcedBackward(5, 2, 2, bulk=False), {"norm": "layer"}),
     ("packs_131", "bfloat16", ForcedBackward(2, 2), {"dresidual_out": "bfloat16"}),
     ("packs_131", "float64", ForcedBackward(1, 2), {"dresidual_out": "float64", "norm": "layer"}),
-    ("packs_999", "float32", ForcedBackward(1, 3), {"dresidual_out": "float32"}),
+    ("packs_999", "float64", ForcedBackward(1, 3), {"dresidual_out": "float64"}),
     ("packs_1536", "bfloat16", ForcedBackward(1, 2), {"norm": "layer", "mask": "keep_valid"}),
     ("staged_part", "float32", ForcedBackward(1, 2), {"norm": "layer", "statistics": "recomputed"}),
     ("staged", "bfloat16", ForcedBackward(1, 3), {"dresidual_out": "bfloat16"}),

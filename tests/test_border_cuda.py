@@ -328,6 +328,12 @@ class TorchTensor:
         return tuple(stride // self.values.itemsize for stride in self.values.strides)
 
 
+class Module(SimpleNamespace):
+    """A key of caches, as modules are."""
+
+    __hash__ = object.__hash__
+
+
 @pytest.fixture
 def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A torch whose current stream is 55."""
@@ -338,7 +344,7 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
         made.append((tensor, device))
         return tensor
 
-    module = SimpleNamespace(
+    module = Module(
         Tensor=TorchTensor,
         strided="strided",
         float32="torch.float32",

@@ -609,6 +609,14 @@ def test_recorded_mutants_are_killed_or_explained() -> None:
     assert all(row["why"] not in ("", "no row fails") for row in recorded)
 
 
+def test_a_mutants_trials_hold_every_kernel() -> None:
+    every = mutate.trials("backward.cuh")
+    few = mutate.limited(every, 10)
+    assert few[:10] == every[:10]
+    assert len(few) < 30
+    assert set().union(*(t.sources for t in few)) == set().union(*(t.sources for t in every))
+
+
 def test_a_mutant_is_made_and_killed() -> None:
     text = (_source.directory() / "reduce.cuh").read_text("ascii")
     mutant = next(m for m in mutate.mutants("reduce.cuh", text) if m.what == "wrong mask")

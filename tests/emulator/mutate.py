@@ -123,6 +123,18 @@ EXPLAINED: dict[tuple[str, str], tuple[str, str]] = {
         "survived",
         "the quotient needs the correction only where row * count passes 2^62",
     ),
+    ("fuse.cuh", "if (SPLIT_ROWS || arguments.mask_rows.count != 1) {"): (
+        "equivalent",
+        "a quotient by 1 changes nothing, and rows that are not split have no other",
+    ),
+    ("fuse.cuh", "if (NORM == LAYER || arguments.mean != nullptr) arguments.mean[row] = mean;"): (
+        "survived",
+        "every row of the table asks for its statistics",
+    ),
+    ("fuse.cuh", "return rest != rest ? add_rn(mean, rest / count) : mean;"): (
+        "survived",
+        "what it refines is exact for equal elements alone: tests/test_numerics.py, not the table",
+    ),
     ("fuse.cuh", "return rest != rest ? add_rn(mean, static_cast<float>(rest) / count) : mean;"): (
         "survived",
         "what it refines is exact for equal elements alone: tests/test_numerics.py, not the table",
@@ -154,6 +166,7 @@ EXPLAINED |= dict.fromkeys(
 CHOICES = {
     "is_held": "decides only what stays in registers",
     "least_blocks": "decides only how many blocks share a multiprocessor",
+    "min_blocks": "decides only how many blocks share a multiprocessor",
     "few_blocks": "decides only how many blocks share a multiprocessor",
 }
 
@@ -264,7 +277,7 @@ def _mixed(trials: list[Any]) -> list[Any]:
 
     def late(trial: Any) -> int:
         if getattr(trial.row, "forced", None) is not None:
-            return 0
+            return -1
         return int(trial.elements > SHORT) + int(trial.elements > LONG)
 
     return sorted((trial for start in range(7) for trial in trials[start::7]), key=late)
@@ -289,6 +302,20 @@ def trials(file: str) -> list[Any]:
         for trial in _every_trial()
         if any(f'#line 1 "{file}"' in _source.load(kernel) for kernel in trial.sources)
     ]
+
+
+def limited(chosen: list[Any], count: int) -> list[Any]:
+    """The first of them, and one of every kernel, with and without clusters, that is not there."""
+
+    def kind(trial: Any) -> tuple[frozenset[str], bool]:
+        plan = getattr(trial.row, "plan", None)
+        return frozenset(trial.sources), plan is not None and plan(ARCH).cluster_size > 1
+
+    first, rest = chosen[:count], chosen[count:]
+    missing = {kind(trial): trial for trial in reversed(rest)}
+    for trial in first:
+        missing.pop(kind(trial), None)
+    return [*first, *missing.values()]
 
 
 def try_mutant(mutant: Mutant, chosen: list[Any], progress: Callable[[], object]) -> str | None:
@@ -332,7 +359,7 @@ def _processor_time(process: int) -> float:
 
 def run_one(mutant: Mutant, chosen: list[Any]) -> tuple[str, str]:
     """(killed, survived, equivalent or invalid; why), in a process that may hang or crash."""
-    chosen = chosen[: TRIALS if mutant.explained is None else TRIALS_OF_EXPLAINED]
+    chosen = limited(chosen, TRIALS if mutant.explained is None else TRIALS_OF_EXPLAINED)
     read_end, write_end = os.pipe()
     process = os.fork()
     if process == 0:
