@@ -27,7 +27,7 @@ import functools
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -115,14 +115,12 @@ class Library:
     written: Callable[[Any], None] | None  # told of outputs that the caller gave
 
 
-class Entry:
-    """One launch, ready but for addresses and stream."""
+class Prepared:
+    """One launch, ready but for stream and addresses, whose names are given."""
 
-    kernel = "norm_forward"  # or another with the same arguments
-    addresses: tuple[str, ...] = _ADDRESSES
-
-    def __init__(self, library: Library, call: Forward, launched: Launched, epoch: int) -> None:
-        self.epoch = epoch
+    def __init__(
+        self, kernel: str, accumulation: str, addresses: tuple[str, ...], launched: Launched
+    ) -> None:
         self._function = launched.function  # keeps the function behind its handle loaded
         self._packed = launched.packed
         self._launch = functools.partial(
@@ -132,8 +130,38 @@ class Entry:
             *(launched.block, 1, 1),
             launched.shared_bytes,
         )
+        self._places = _places(kernel, accumulation, addresses)
+
+    def bind(self, stream: int, at: Iterable[int]) -> tuple[Callable[[], None], object]:
+        """The launch with these addresses, in the order of their names, and its buffer."""
+        buffer, address = self.new_buffer()
+        for place, value in zip(self._places, at, strict=True):
+            ADDRESS.pack_into(buffer, place, value)
+        return functools.partial(self._launch, stream, address, 0), buffer
+
+    def was_at(self) -> tuple[int, ...]:
+        """The addresses of the launch that this was made of."""
+        return tuple(ADDRESS.unpack_from(self._packed, place - 8)[0] for place in self._places)
+
+    def new_buffer(self) -> tuple[Any, int]:
+        """The driver's list of one parameter, then that parameter: the struct of all arguments."""
+        buffer = ctypes.create_string_buffer(8 + len(self._packed))
+        address = ctypes.addressof(buffer)
+        ADDRESS.pack_into(buffer, 0, address + 8)
+        ctypes.memmove(address + 8, self._packed, len(self._packed))
+        return buffer, address
+
+
+class Entry(Prepared):
+    """One launch of a forward kernel, and what a call needs to know of the one it was made of."""
+
+    kernel = "norm_forward"  # or another with the same arguments
+    addresses: tuple[str, ...] = _ADDRESSES
+
+    def __init__(self, library: Library, call: Forward, launched: Launched, epoch: int) -> None:
         accumulation = TABLE[call.x.dtype].accumulation or ""
-        self._places = _places(self.kernel, accumulation, self.addresses)
+        super().__init__(self.kernel, accumulation, self.addresses, launched)
+        self.epoch = epoch
         self._library = library
         self._device = call.x.device.index
         self.y_dtype = library.dtype(call.y.dtype)
@@ -197,7 +225,8 @@ class Entry:
             if not self.separate(x_at, residual_at, weight_at, bias_at, y_at, residual_out_at):
                 return None
             made = (y_at, residual_out_at, mean_at, rstd_at)
-            found = self._bind(stream, (*made, x_at, residual_at, weight_at, bias_at), kind)
+            launch, buffer = self.bind(stream, (*made, x_at, residual_at, weight_at, bias_at))
+            found = launch, kind, buffer
             with _lock:
                 if len(launches) >= LAUNCHES_LIMIT:
                     launches.clear()
@@ -212,13 +241,6 @@ class Entry:
                 if given is not None:
                     library.written(given)
         return y, sums, mean, rstd
-
-    def _bind(self, stream: int, at: At, kind: Kind) -> Launch:
-        """The launch with these addresses, in the order of `addresses`."""
-        buffer, address = self.new_buffer()
-        for place, value in zip(self._places, at, strict=True):
-            ADDRESS.pack_into(buffer, place, value)
-        return functools.partial(self._launch, stream, address, 0), kind, buffer
 
     def separate(
         self, x: int, residual: int, weight: int, bias: int, y: int, residual_out: int
@@ -251,26 +273,19 @@ class Entry:
 
     def launched_on(self, call: Forward) -> bool:
         """Whether the launch had the arrays of `call`, not copies, each as this road takes it."""
-        arrays = [
-            array if isinstance(array, Array) else None
-            for array in (getattr(call, name) for name in self.addresses)
-        ]
-        return all(
-            ADDRESS.unpack_from(self._packed, place - 8)[0] == (array.pointer if array else 0)
-            for place, array in zip(self._places, arrays, strict=True)
-        ) and not any(
-            array.pointer % ALIGNMENT or min(array.strides, default=0) < 0
-            for array in arrays
-            if array
-        )
+        return lay_so([getattr(call, name) for name in self.addresses], self.was_at())
 
-    def new_buffer(self) -> tuple[Any, int]:
-        """The driver's list of one parameter, then that parameter: the struct of all arguments."""
-        buffer = ctypes.create_string_buffer(8 + len(self._packed))
-        address = ctypes.addressof(buffer)
-        ADDRESS.pack_into(buffer, 0, address + 8)
-        ctypes.memmove(address + 8, self._packed, len(self._packed))
-        return buffer, address
+
+def lay_so(arrays: Iterable[Array | float | None], at: Iterable[int]) -> bool:
+    """Whether arrays lie at these addresses (0: it is none), each as the short road takes it."""
+    return all(
+        array.pointer == address
+        and array.pointer % ALIGNMENT == 0
+        and min(array.strides, default=0) >= 0
+        if isinstance(array, Array)
+        else not address
+        for array, address in zip(arrays, at, strict=True)
+    )
 
 
 class Kept:

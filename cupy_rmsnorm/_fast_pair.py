@@ -43,9 +43,10 @@ class PairEntry(Entry):
         self._q, self._k, self._q_out, self._k_out = map(reach, (q.x, k.x, q.y, k.y))
         self._q_weight, self._k_weight = reach(q.weight), reach(k.weight)
 
-    def bind(self, stream: int, at: At) -> Launch:
+    def bound(self, stream: int, at: At) -> Launch:
         """The launch with these addresses, in the order of `addresses`; it is kept."""
-        found, place = self._bind(stream, at, ()), (stream, *at)
+        launch, buffer = self.bind(stream, at)
+        found, place = (launch, (), buffer), (stream, *at)
         if len(self.launches) >= LIMIT:
             self.launches.clear()
         self.launches[place] = found
@@ -161,7 +162,7 @@ def forward(
     if found is None:
         if not entry.apart(q_at, k_at, q_weight_at, k_weight_at, q_out_at, k_out_at):
             return None
-        found = entry.bind(stream, at)
+        found = entry.bound(stream, at)
     found[0]()
     if library.written is not None:
         if q_out is not None:
