@@ -1,17 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let the norms of a torch model run on this library, each by its own semantics.
-
-A patched module keeps its class, parameters and hooks. What changes is one attribute of the
-instance, ``forward``: a bound method of an object below that holds the module. Copies and pickles
-of the model carry objects that hold their own modules, and torch.compile compiles once for all
-layers: of a bound method it asks what it does, of another callable whether it is the same object.
-"""
+"""Let the norms of a torch model run on this library: which module gets which replacement."""
 
 from __future__ import annotations
 
 import collections
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import MethodType
@@ -19,170 +12,17 @@ from typing import Any
 
 import torch
 
-from ._api import layer_norm, rms_norm
-from ._torch_modules import axis_of, check_shape, eps_for
-
-FLOAT32 = torch.float32
-# The dtypes of x and weight that an operator takes together.
-TAKEN = {
-    (torch.float64, torch.float64),
-    *itertools.product((torch.float16, torch.bfloat16, FLOAT32), repeat=2),
-}
-
-# On a GPU autocast returns layer_norm in float32, and rms_norm by some releases of torch only.
-AUTOCASTS_RMS_NORM = torch._C._dispatch_has_kernel_for_dispatch_key(
-    "aten::rms_norm", "AutocastCUDA"
+from ._torch_forwards import (
+    FLOAT32,
+    GemmaForward,
+    LlamaForward,
+    OnceForward,
+    Replacement,
+    T5Forward,
+    TorchLayerForward,
+    TorchRMSForward,
 )
-
-
-class Replacement:
-    """What stands in a forward's place. `forward` names its argument as the one that it replaces.
-
-    Parameters are looked up at each call, since training, `load_state_dict` and `to` may replace
-    them; in `_parameters`, which takes a tenth of the time of ``module.weight``. One that is not
-    there is parametrised, or None.
-    """
-
-    __slots__ = ("eps", "module")
-    forward: Callable[..., Any]
-
-    def __init__(self, module: Any, eps: Any) -> None:
-        self.module = module
-        self.eps = eps
-
-    def norm(self, x: Any, weight: Any) -> Any:
-        """What `forward` returns, by this library."""
-        raise NotImplementedError
-
-    def run(self, x: Any) -> Any:
-        """`norm`, or the module's own forward where this library refuses the call.
-
-        That may compute it (other dtypes, devices and layouts), or says why not in its own words.
-        """
-        weight = self.module._parameters.get("weight")
-        if weight is None:
-            weight = self.module.weight
-        # Nothing would catch what an operator raises once it is compiled.
-        if not torch.compiler.is_compiling() or _taken(x, weight):
-            try:
-                return self.norm(x, weight)
-            except (TypeError, ValueError):  # before anything is computed
-                pass
-        return type(self.module).forward(self.module, x)
-
-
-def _taken(x: Any, weight: Any) -> bool:
-    return (x.dtype, x.dtype if weight is None else weight.dtype) in TAKEN
-
-
-class LlamaForward(Replacement):
-    """Round to x's dtype, then multiply: ``weight * xhat.to(x.dtype)``."""
-
-    __slots__ = ()
-
-    def forward(self, hidden_states: Any) -> Any:
-        return self.run(hidden_states)
-
-    def norm(self, x: Any, weight: Any) -> Any:
-        dtype = x.dtype
-        if weight.dtype is dtype:
-            return rms_norm(x, weight, eps=self.eps, cast="before_weight")
-        promoted = torch.promote_types(dtype, weight.dtype)
-        return rms_norm(x, weight, eps=self.eps, cast="before_weight", out_dtype=promoted)
-
-
-class T5Forward(Replacement):
-    """Round to a 16-bit weight's dtype, then multiply: the output has the weight's dtype.
-
-    Where x is float32 and the weight is not, the first of these two roundings is left out.
-    """
-
-    __slots__ = ()
-
-    def forward(self, hidden_states: Any) -> Any:
-        return self.run(hidden_states)
-
-    def norm(self, x: Any, weight: Any) -> Any:
-        dtype = weight.dtype
-        if x.dtype is dtype:
-            return rms_norm(x, weight, eps=self.eps, cast="before_weight")
-        return rms_norm(x, weight, eps=self.eps, out_dtype=dtype)
-
-
-class OnceForward(Replacement):
-    """Multiply in float32, then round to x's dtype."""
-
-    __slots__ = ()
-
-    def forward(self, hidden_states: Any) -> Any:
-        return self.run(hidden_states)
-
-    def norm(self, x: Any, weight: Any) -> Any:
-        return rms_norm(x, weight, eps=self.eps)
-
-
-class GemmaForward(Replacement):
-    """Multiply by ``1 + weight`` in float32, then round to x's dtype."""
-
-    __slots__ = ()
-
-    def forward(self, x: Any) -> Any:
-        return self.run(x)
-
-    def norm(self, x: Any, weight: Any) -> Any:
-        return rms_norm(x, weight, eps=self.eps, weight_offset=1.0)
-
-
-class TorchForward(Replacement):
-    """What torch's own norms share."""
-
-    __slots__ = ("axis",)
-
-    def __init__(self, module: Any, eps: Any) -> None:
-        super().__init__(module, eps)
-        self.axis = axis_of(module.normalized_shape)
-
-
-class TorchRMSForward(TorchForward):
-    """torch.nn.RMSNorm, autocast included."""
-
-    __slots__ = ()
-
-    def forward(self, x: Any) -> Any:
-        return self.run(x)
-
-    def norm(self, x: Any, weight: Any) -> Any:
-        if weight is None:
-            check_shape(x, self.module.normalized_shape)
-        dtype = _out_dtype(x) if AUTOCASTS_RMS_NORM else None
-        return rms_norm(x, weight, eps=eps_for(self.eps, x), axis=self.axis, out_dtype=dtype)
-
-
-class TorchLayerForward(TorchForward):
-    """torch.nn.LayerNorm, autocast included."""
-
-    __slots__ = ()
-
-    def forward(self, input: Any) -> Any:
-        return self.run(input)
-
-    def norm(self, x: Any, weight: Any) -> Any:
-        if weight is None:
-            check_shape(x, self.module.normalized_shape)
-        bias = self.module._parameters.get("bias")
-        if bias is None:
-            bias = self.module.bias
-        return layer_norm(x, weight, bias, eps=self.eps, axis=self.axis, out_dtype=_out_dtype(x))
-
-
-def _out_dtype(x: Any) -> Any:
-    """The dtype that autocast gives the norm of x on the GPU; None: x's own."""
-    if torch.is_autocast_enabled() and x.is_cuda and x.dtype is not torch.float64:
-        return FLOAT32
-    return None
-
-
-# Which module gets which -------------------------------------------------------------------------
+from ._torch_fuse import FusedLayer, fused
 
 
 @dataclass(frozen=True)
@@ -223,15 +63,16 @@ TORCHS: dict[Any, type[Replacement]] = {
 
 @dataclass(frozen=True)
 class PatchReport:
-    """What `patch` did: names of modules, with the class replaced or the reason to leave it."""
+    """What `patch` did: names of modules, with their class or the reason to leave them."""
 
     replaced: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
+    fused: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        counts = collections.Counter(self.replaced.values())
-        kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-        lines = [f"{len(self.replaced)} norms replaced" + (f": {kinds}" if kinds else "")]
+        lines = [_count("norms replaced", self.replaced)]
+        if self.fused:
+            lines.append(_count("layers add the residual in the norm's kernel", self.fused))
         reasons: dict[str, list[str]] = {}
         for name, reason in self.left.items():
             reasons.setdefault(reason, []).append(name)
@@ -241,7 +82,13 @@ class PatchReport:
         return "\n".join(lines)
 
 
-def patch(model: Any) -> PatchReport:
+def _count(what: str, modules: dict[str, str]) -> str:
+    counts = collections.Counter(modules.values())
+    kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    return f"{len(modules)} {what}" + (f": {kinds}" if kinds else "")
+
+
+def patch(model: Any, *, fuse_add: bool = True) -> PatchReport:
     """Let the norms of a torch model run on this library.
 
     Replaced are `torch.nn.RMSNorm` and `torch.nn.LayerNorm`, and the norms of Hugging Face's Llama,
@@ -251,6 +98,12 @@ def patch(model: Any) -> PatchReport:
     up to the order in which a row is summed. A call that this library refuses (mixed float64, a
     nested tensor, another device) is left to the module's own forward.
 
+    Layers that add a residual just before such a norm, as the decoder layers of these models do,
+    run both in one kernel, and backward likewise: their forward is compiled again from its source
+    with these statements made one. The norm then sees the unrounded sum, as in `add_rms_norm`; in
+    float32 nothing changes. A norm with hooks, or on tensors of several dtypes, runs apart as
+    before.
+
     `unpatch` restores the model. A patched model may be copied, pickled, moved and trained; eps is
     read when it is patched. Patch before `torch.compile`. `torch.nn.DataParallel` does not work on
     a patched model: it copies modules with what is bound to them.
@@ -259,12 +112,15 @@ def patch(model: Any) -> PatchReport:
     ----------
     model : torch.nn.Module
         Changed in place, with all modules in it.
+    fuse_add : bool, default True
+        Whether layers may add their residual in a norm's kernel.
 
     Returns
     -------
     PatchReport
-        ``replaced``, a dict from a module's name to its class, and ``left``, from a norm's name to
-        the reason why it was left; printed, a summary.
+        ``replaced``, a dict from a norm's name to its class; ``fused``, from the name of a layer
+        that adds in a norm's kernel to its class; ``left``, from a name to the reason why that
+        norm or layer was left. Printed, a summary.
 
     Raises
     ------
@@ -291,6 +147,13 @@ def patch(model: Any) -> PatchReport:
             report.replaced[name] = kind
         elif made is not None:
             report.left[name] = made
+    for name, module in _modules(model) if fuse_add else ():
+        layer = _fused_layer(module)
+        if isinstance(layer, FusedLayer):
+            module.forward = layer.forward
+            report.fused[name] = type(module).__name__
+        elif layer is not None:
+            report.left[name] = layer
     return report
 
 
@@ -333,9 +196,31 @@ def _modules(model: Any) -> Iterator[tuple[str, Any]]:
     yield from model.named_modules()
 
 
-def _is_patched(module: Any) -> bool:
+def _is_patched(module: Any, kinds: Any = (Replacement, FusedLayer)) -> bool:
     bound = module.__dict__.get("forward")
-    return isinstance(bound, MethodType) and isinstance(bound.__self__, Replacement)
+    return isinstance(bound, MethodType) and isinstance(bound.__self__, kinds)
+
+
+def _bound(module: Any) -> str | None:
+    """Why nothing can be bound to `module`."""
+    if _is_patched(module):
+        return "it is patched already"
+    if "forward" in module.__dict__:
+        return "its forward is bound to the instance by other code"
+    return None
+
+
+def _fused_layer(module: Any) -> FusedLayer | str | None:
+    """What may stand in for a layer; why nothing may; None where no add precedes a patched norm."""
+    norms = tuple(
+        name for name, child in module.named_children() if _is_patched(child, Replacement)
+    )
+    made = fused(type(module).forward, norms) if norms else None
+    if made is None:
+        return None
+    if isinstance(made, str):
+        return made
+    return _bound(module) or FusedLayer(module, norms)
 
 
 def _replacement(module: Any) -> Replacement | str | None:
@@ -350,10 +235,8 @@ def _replacement(module: Any) -> Replacement | str | None:
         if leaf and "norm" in kind.lower():
             return f"{kind} is not a norm of rows that is known here"
         return None
-    if _is_patched(module):
-        return "it is patched already"
-    if "forward" in module.__dict__:
-        return "its forward is bound to the instance by other code"
+    if (reason := _bound(module)) is not None:
+        return reason
     if torchs is not None:
         return torchs(module, None if module.eps is None else float(module.eps))
     assert rule is not None

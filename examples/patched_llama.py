@@ -45,7 +45,7 @@ def main() -> bool:
     loss.backward()
     print(f"loss {loss.item():.4f}, |dweight| {model.model.norm.weight.grad.norm().item():.4f}")
 
-    print(f"{len(unpatch(model))} norms restored")
+    print(f"{len(unpatch(model))} modules restored")
     return torch.equal(own, patched)
 
 

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The residual add before a norm, done by the norm's kernel, for `patch`.
+
+A decoder layer of transformers says
+
+    hidden_states = residual + hidden_states
+    residual = hidden_states
+    hidden_states = self.post_attention_layernorm(hidden_states)
+
+and a fused one, in their place,
+
+    hidden_states, residual = add_norm(residual, hidden_states, self.post_attention_layernorm)
+
+Its forward is its class's own, compiled once more from the text of its module with only this
+changed, around it the decorators that its class's has, with their closures. What the norm is, and
+whether it may be run so, `add_norm` asks at each call.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch.nn.modules.module import _has_any_global_hook
+
+from ._torch_forwards import Replacement
+
+ADD_NORM = "_cupy_rmsnorm_add_norm"  # a keyword of the forward that is compiled
+
+
+def add_norm(x: Any, residual: Any, norm: Any) -> Any:
+    """``norm(x + residual)`` and the sum: in one kernel where nothing would see the difference."""
+    replacement = getattr(norm.forward, "__self__", None)
+    if isinstance(replacement, Replacement) and not _has_hooks(norm):
+        made = replacement.run_added(x, residual)
+        if made is not None:
+            return made
+    total = x + residual
+    return norm(total), total
+
+
+def _has_hooks(module: Any) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or _has_any_global_hook()
+    )
+
+
+class FusedLayer:
+    """What stands in the place of a layer's forward, as `Replacement` does in that of a norm's.
+
+    The function is found again where the module's class changes, as FSDP changes it: what wraps
+    forward then may be what checkpoints gradients.
+    """
+
+    __slots__ = ("function", "module", "norms", "own")
+
+    def __init__(self, module: Any, norms: tuple[str, ...]) -> None:
+        self.module = module
+        self.norms = norms
+        self._find()
+
+    def _find(self) -> None:
+        self.own = type(self.module).forward
+        made = fused(self.own, self.norms)
+        self.function = self.own if made is None or isinstance(made, str) else made
+
+    def __getstate__(self) -> tuple[Any, tuple[str, ...]]:
+        return self.module, self.norms
+
+    def __setstate__(self, state: tuple[Any, tuple[str, ...]]) -> None:
+        self.module, self.norms = state
+        self._find()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        own = type(self.module).forward
+        if own is not self.own:
+            if torch.compiler.is_compiling():
+                return own(self.module, *args, **kwargs)
+            self._find()
+        return self.function(self.module, *args, **kwargs)
+
+
+@functools.lru_cache(maxsize=256)
+def fused(forward: Any, norms: tuple[str, ...]) -> FunctionType | str | None:
+    """`forward` with `add_norm` before these norms; why not; None where there is no such add."""
+    if not isinstance(forward, FunctionType):
+        return None
+    wrapped = getattr(forward, "__wrapped__", None)
+    if wrapped is None:
+        code = _fused_code(forward, norms)
+        if not isinstance(code, CodeType):
+            return code
+        made = _copy(forward, code, forward.__closure__)
+        made.__kwdefaults__ = {**(forward.__kwdefaults__ or {}), ADD_NORM: add_norm}
+        return made
+    inner = fused(wrapped, norms)
+    if not isinstance(inner, FunctionType):
+        return inner
+    cells = forward.__closure__ or ()
+    if [_content(cell) is wrapped for cell in cells].count(True) != 1:
+        return "its forward has a decorator that does not show what it calls"
+    closure = tuple(CellType(inner) if _content(cell) is wrapped else cell for cell in cells)
+    made = _copy(forward, forward.__code__, closure)
+    made.__wrapped__ = inner  # type: ignore[attr-defined]
+    return made
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+def _copy(function: Any, code: CodeType, closure: Any) -> FunctionType:
+    made = FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, closure
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(made, function)
+    del made.__wrapped__  # type: ignore[attr-defined]
+    return made
+
+
+# From source to code ------------------------------------------------------------------------------
+
+
+def _fused_code(function: FunctionType, norms: tuple[str, ...]) -> CodeType | str | None:
+    """The code of a function with `add_norm` in it.
+
+    The whole file is compiled, and not run, so that the function's code differs from the one that
+    runs by nothing else: neither in its closure nor in the lines that a traceback shows.
+    """
+    code = function.__code__
+    if not set(norms) & set(code.co_names):
+        return None
+    lines = linecache.getlines(code.co_filename, function.__globals__)
+    try:
+        tree = ast.parse("".join(lines))
+        definition = next(node for node in ast.walk(tree) if _defines(node, code))
+    except (StopIteration, SyntaxError):
+        return "the source of its forward is not at hand"
+    own = _compiled(tree, code)
+    if not _fuse(definition, norms):
+        return None
+    if own is None or not _alike(own, code):
+        return "the source of its forward is not what runs"
+    return _compiled(tree, code)
+
+
+def _defines(node: ast.AST, code: CodeType) -> bool:
+    if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
+        return False
+    first = node.decorator_list[0] if node.decorator_list else node
+    return first.lineno == code.co_firstlineno
+
+
+def _fuse(definition: Any, norms: tuple[str, ...]) -> bool:
+    """Put `add_norm` where it fits; whether there was such a place."""
+    arguments = definition.args
+    own_name = (*arguments.posonlyargs, *arguments.args)[0].arg
+    before = ast.dump(definition)
+    for node in ast.walk(definition):
+        for name in ("body", "orelse", "finalbody"):
+            block: Any = getattr(node, name, None)
+            for i in reversed(range(len(block) - 2)) if isinstance(block, list) else ():
+                statement = _one_statement(block[i : i + 3], own_name, norms)
+                if statement is not None:
+                    block[i : i + 3] = [statement]
+    if ast.dump(definition) == before:
+        return False
+    arguments.kwonlyargs.append(ast.arg(ADD_NORM))
+    arguments.kw_defaults.append(ast.Constant(None))
+    ast.fix_missing_locations(definition)
+    return True
+
+
+def _one_statement(three: list[Any], own_name: str, norms: tuple[str, ...]) -> Any:
+    match three:
+        case [
+            ast.Assign([ast.Name(total)], ast.BinOp(x, ast.Add(), residual)),
+            ast.Assign([ast.Name() as kept], ast.Name(copied)),
+            ast.Assign(
+                [ast.Name(normed) as y],
+                ast.Call(ast.Attribute(ast.Name(owner), name) as norm, [ast.Name(given)], []),
+            ) as last,
+        ] if total == copied == normed == given and owner == own_name and name in norms:
+            call = ast.Call(ast.Name(ADD_NORM, ast.Load()), [x, residual, norm], [])
+            made = ast.Assign([ast.Tuple([y, kept], ast.Store())], call)
+            return ast.copy_location(made, last)
+    return None
+
+
+def _compiled(tree: ast.Module, like: CodeType) -> CodeType | None:
+    """The code of the function that `like` is the code of."""
+    whole = compile(tree, like.co_filename, "exec", dont_inherit=True)
+    found = [whole]
+    for code in found:  # grows
+        if (code.co_name, code.co_firstlineno) == (like.co_name, like.co_firstlineno):
+            return code
+        found += [value for value in code.co_consts if isinstance(value, CodeType)]
+    return None
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two codes do the same; of one that has run, `==` may see traces of that."""
+    if not isinstance(one, CodeType):
+        return type(one) is type(other) and one == other
+    return (
+        isinstance(other, CodeType)
+        and one.co_code == other.co_code
+        and one.co_names == other.co_names
+        and one.co_varnames == other.co_varnames
+        and one.co_freevars == other.co_freevars
+        and len(one.co_consts) == len(other.co_consts)
+        and all(map(_alike, one.co_consts, other.co_consts))
+    )
