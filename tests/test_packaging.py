@@ -29,6 +29,8 @@ LAYERS = """
     _study _tune
     torch
     _torch_patch
+    _torch_fuse
+    _torch_forwards
     _torch_modules
     __init__
     variants
