@@ -36,7 +36,7 @@ from torch.nn import functional
 
 import cupy_rmsnorm as cr
 from benchmarks import race
-from cupy_rmsnorm import _fast, _kernel
+from cupy_rmsnorm import _enqueue, _fast, _kernel
 
 ROWS, HIDDEN_SIZE, DTYPE = 4, 4096, "float16"
 EPS = 1e-6
@@ -179,7 +179,7 @@ def launch_of_rms_norm() -> Call:
     (function, grid, block, shared_bytes, stream, values) = launched[0]
     packed = ctypes.create_string_buffer(values, len(values))
     parameters = ctypes.c_void_p(ctypes.addressof(packed))
-    handle, address, launch = function.ptr, ctypes.addressof(parameters), _kernel.launcher()
+    handle, address, launch = function.ptr, ctypes.addressof(parameters), _enqueue.launcher()
 
     def call(kept: object = (x, y, weight, function, packed, parameters)) -> None:
         launch(handle, grid, 1, 1, block, 1, 1, shared_bytes, stream, address, 0)

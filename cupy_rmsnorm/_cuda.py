@@ -10,6 +10,7 @@ from . import _cuda_backward, _kernel, _plan_file
 from ._call import Array, Backward, Cast, Forward, Norm
 from ._device import current_device
 from ._dtypes import TABLE
+from ._enqueue import Launched
 from ._kernel import Specialisation
 from ._operands import Operands
 from ._plan import (
@@ -82,7 +83,7 @@ def forward_plan(kind: ForwardKind, hidden_size: int, device: int) -> Plan:
     )
 
 
-def forward(call: Forward, plan: Plan | None = None) -> _kernel.Launched | None:
+def forward(call: Forward, plan: Plan | None = None) -> Launched | None:
     """Run a checked forward call on the GPU of its arrays; returns what was launched.
 
     `plan`, if it is given, stands in place of the one that such calls have.
@@ -107,9 +108,8 @@ def forward(call: Forward, plan: Plan | None = None) -> _kernel.Launched | None:
             split_rows=_splits_rows(call, operands),
         )
         function = _kernel.function(specialisation, device, launch.shared_bytes)
-        packed = _kernel.pack(
-            plan.kernel, TABLE[kind.x].accumulation or "", _forward_arguments(call, operands)
-        )
+        arguments = _forward_arguments(call, operands, launch)
+        packed = _kernel.pack(plan.kernel, TABLE[kind.x].accumulation or "", arguments)
         launched = _kernel.launch(
             function, launch.grid, launch.block, launch.shared_bytes, call.space.stream, packed
         )
@@ -117,7 +117,7 @@ def forward(call: Forward, plan: Plan | None = None) -> _kernel.Launched | None:
         return launched
 
 
-def forward_pair(q: Forward, k: Forward) -> _kernel.Launched | None:
+def forward_pair(q: Forward, k: Forward) -> Launched | None:
     """Run both halves of qk_norm: in one launch where one kernel computes either."""
     kind, device = ForwardKind.of(q), q.space.device.index
     alike = kind == dataclasses.replace(ForwardKind.of(k), per_head=kind.per_head)
@@ -145,7 +145,8 @@ def forward_pair(q: Forward, k: Forward) -> _kernel.Launched | None:
         )
         arguments: dict[str, float] = {"k_share": launch.k_share}
         for name, half in halves.items():
-            arguments |= {f"{name}.{key}": v for key, v in _forward_arguments(*half).items()}
+            values = _forward_arguments(*half, launch)
+            arguments |= {f"{name}.{key}": value for key, value in values.items()}
         launched = _kernel.launch(
             _kernel.function(specialisation, device),
             launch.grid,
@@ -159,10 +160,10 @@ def forward_pair(q: Forward, k: Forward) -> _kernel.Launched | None:
         return launched
 
 
-def backward(call: Backward, plan: Plan | None = None) -> None:
-    """Run a checked backward call on the GPU of its arrays; `plan` is as in `forward`."""
+def backward(call: Backward, plan: Plan | None = None) -> _cuda_backward.Launches | None:
+    """Run a checked backward call on the GPU of its arrays; both are as in `forward`."""
     with current_device(call.space.device.index):
-        _cuda_backward.backward(call, plan)
+        return _cuda_backward.backward(call, plan)
 
 
 def _operands(call: Forward) -> Operands:
@@ -190,7 +191,7 @@ def _splits_rows(call: Forward, operands: Operands) -> bool:
     return call.per_head or operands.layout.inner_rows != call.rows
 
 
-def _forward_arguments(call: Forward, operands: Operands) -> dict[str, float]:
+def _forward_arguments(call: Forward, operands: Operands, launch: Launch) -> dict[str, float]:
     arguments: dict[str, float] = {
         "rows": call.rows,
         "hidden_size": call.hidden_size,
@@ -201,6 +202,7 @@ def _forward_arguments(call: Forward, operands: Operands) -> dict[str, float]:
         "weight_offset": call.weight_offset,
         "weight_constant": 0.0 if isinstance(call.weight, Array) else call.weight,
         "bias_constant": call.bias if isinstance(call.bias, float) else 0.0,
+        "next_early": launch.next_early,
     }
     arguments |= _kernel.row_count("inner_rows", operands.layout.inner_rows)
     arguments |= _kernel.row_count("mask_rows", call.mask_rows)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from . import _kernel, _plan_file
 from ._call import Array, Backward, Cast, Norm
@@ -25,6 +26,9 @@ from ._plan_backward import (
     choose_sum_launch,
     streamed_launch,
 )
+
+if TYPE_CHECKING:
+    from ._enqueue import Launched
 
 _MASKS = {False: "ALL_ROWS", True: "ZERO_OTHERS"}
 _OUTPUTS = frozenset(("dx", "dresidual", "dweight", "dbias"))
@@ -104,11 +108,21 @@ def backward_plan(kind: BackwardKind, hidden_size: int, device: int) -> Plan:
     return choose_backward_plan(hidden_size, kind.x, kind.staged_itemsize, arch, kind.partial)
 
 
-def backward(call: Backward, plan: Plan | None = None) -> None:
-    """Run a checked backward call on its arrays' GPU, which is the current device."""
+class Launches(NamedTuple):
+    """What a call launched, by kernel, and the workspace between, by the kernels' names for it."""
+
+    launched: list[tuple[str, Launched]]
+    workspace: dict[str, Array]
+
+
+def backward(call: Backward, plan: Plan | None = None) -> Launches | None:
+    """Run a checked backward call on its arrays' GPU, which is the current device.
+
+    Returns what it launched, if that is a kernel over the rows, and maybe the sum of its parts.
+    """
     if call.dx is None and call.dweight is None and call.dbias is None:
-        return
-    Run(call, plan).run()
+        return None
+    return Run(call, plan).run()
 
 
 class Run:
@@ -143,21 +157,25 @@ class Run:
             outputs=_OUTPUTS,
         )
         self.split_rows = call.per_head or self.operands.layout.inner_rows != self.rows
-        self.workspace: list[Array] = []  # kept until everything is enqueued
+        self.workspace: dict[str, Array] = {}  # kept until everything is enqueued
+        self.launched: list[tuple[str, Launched]] = []
         self.arguments = self._arguments()
 
-    def run(self) -> None:
+    def run(self) -> Launches | None:
         call, kind = self.call, self.kind
+        plain = False
         if self.rows == 0:
             self._sum_parts(0)
         else:
             device = call.space.device.index
             plan = self.plan or backward_plan(kind, self.hidden_size, device)
-            if plan.kernel == "norm_backward":
+            plain = plan.kernel == "norm_backward"
+            if plain:
                 self._run_rows(plan)
             else:
                 self._run_streamed(plan)
         self.operands.finish()
+        return Launches(self.launched, self.workspace) if plain and self.launched else None
 
     def _run_rows(self, plan: Plan) -> None:
         kind = self.kind
@@ -185,8 +203,7 @@ class Run:
         if kind.sums > 0:
             if not kind.statistics_given:
                 for name in ("mean", "rstd"):
-                    room = self._room(name, (self.rows,), kind.accumulation)
-                    self.arguments[f"{name}_out"] = room
+                    self._allocate(f"{name}_out", (self.rows,), kind.accumulation)
                 statistics = dataclasses.replace(kind, dx=None, dresidual_out=None)
                 self._launch(statistics, plan, launch)
                 for name in ("mean", "rstd"):
@@ -223,22 +240,23 @@ class Run:
         space = self.call.space
         function = _kernel.function(specialisation, space.device.index, launch.shared_bytes)
         packed = _kernel.pack(launch.kernel, self.kind.accumulation, self.arguments)
-        _kernel.launch(
+        launched = _kernel.launch(
             function, launch.grid, launch.block, launch.shared_bytes, space.stream, packed
         )
+        if launched is not None:
+            self.launched.append((launch.kernel, launched))
 
-    def _room(self, name: str, shape: tuple[int, ...], dtype: str) -> int:
-        """The address of new room in the workspace."""
-        array = self.call.space.empty(name, shape, dtype)
-        self.workspace.append(array)
-        return array.pointer
+    def _allocate(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
+        """Make room in the workspace for an argument."""
+        self.workspace[name] = self.call.space.empty(name, shape, dtype)
+        self.arguments[name] = self.workspace[name].pointer
 
     def _allocate_parts(self, parts: int) -> None:
         self.arguments["parts"] = parts
         for name in ("dweight", "dbias"):
             if getattr(self.kind, name) is not None:
                 shape = (parts, self.elements)
-                self.arguments[f"{name}_parts"] = self._room(name, shape, self.kind.accumulation)
+                self._allocate(f"{name}_parts", shape, self.kind.accumulation)
 
     def _arguments(self) -> dict[str, float]:
         call, operands = self.call, self.operands

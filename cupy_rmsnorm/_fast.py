@@ -36,7 +36,7 @@ from ._call import Array, Forward
 from ._dtypes import TABLE
 
 if TYPE_CHECKING:
-    from ._kernel import Launched
+    from ._enqueue import Launched
 
 ItemT = TypeVar("ItemT")
 KeyT = TypeVar("KeyT")
@@ -59,7 +59,7 @@ At = tuple[int, ...]  # the stream, and where the arrays are
 Shape = tuple[int, ...]
 # A launch with all its arguments, its kind, and the buffer where the kernel's arguments lie. The
 # driver copies them and nobody changes them, so threads may share one.
-Launch = tuple[Callable[[], None], Kind, object]
+Launch = tuple[Callable[[], object], Kind, object]
 Launches = dict[At, Launch]
 Short = Callable[[Any, Any], Any]  # of a bound norm: (x, out) -> y, or None
 Bound = tuple[Launches, At, Kind]  # where a launch is kept, and as what
@@ -105,12 +105,9 @@ class Library:
     strided_input: Callable[[Any, int], int]
     strided_output: Callable[[Any, int], int]
     strides: Callable[[Any], tuple[int, ...]]  # in the library's own unit
-    # dtype -> what makes a contiguous array of the shape of another, on the current device.
-    like: Callable[[str], Callable[[Any], Any]]
-    # A new array, of a dtype of the library's own and another shape than x.
+    # (shape, dtype) -> what makes such a contiguous array, where another one lies.
+    maker: Callable[[Shape, str], Callable[[Any], Any]]
     new_at: Callable[[Any], int]  # the address of what one of these made; 0 if it has none
-    empty: Callable[[Any, tuple[int, ...], Any], Any]
-    dtype: Callable[[str], Any]
     stream: Callable[[int], int]  # the raw handle of the device's current stream
     written: Callable[[Any], None] | None  # told of outputs that the caller gave
 
@@ -121,34 +118,28 @@ class Prepared:
     def __init__(
         self, kernel: str, accumulation: str, addresses: tuple[str, ...], launched: Launched
     ) -> None:
-        self._function = launched.function  # keeps the function behind its handle loaded
-        self._packed = launched.packed
-        self._launch = functools.partial(
-            launched.launch_kernel,
-            launched.function.ptr,
-            *(launched.grid, 1, 1),
-            *(launched.block, 1, 1),
-            launched.shared_bytes,
-        )
+        self._launched = launched
         self._places = _places(kernel, accumulation, addresses)
 
-    def bind(self, stream: int, at: Iterable[int]) -> tuple[Callable[[], None], object]:
+    def bind(self, stream: int, at: Iterable[int]) -> tuple[Callable[[], object], object]:
         """The launch with these addresses, in the order of their names, and its buffer."""
         buffer, address = self.new_buffer()
         for place, value in zip(self._places, at, strict=True):
             ADDRESS.pack_into(buffer, place, value)
-        return functools.partial(self._launch, stream, address, 0), buffer
+        return self._launched.again(stream, address), buffer
 
     def was_at(self) -> tuple[int, ...]:
         """The addresses of the launch that this was made of."""
-        return tuple(ADDRESS.unpack_from(self._packed, place - 8)[0] for place in self._places)
+        return tuple(
+            ADDRESS.unpack_from(self._launched.packed, place - 8)[0] for place in self._places
+        )
 
     def new_buffer(self) -> tuple[Any, int]:
         """The driver's list of one parameter, then that parameter: the struct of all arguments."""
-        buffer = ctypes.create_string_buffer(8 + len(self._packed))
+        buffer = ctypes.create_string_buffer(8 + len(self._launched.packed))
         address = ctypes.addressof(buffer)
         ADDRESS.pack_into(buffer, 0, address + 8)
-        ctypes.memmove(address + 8, self._packed, len(self._packed))
+        ctypes.memmove(address + 8, self._launched.packed, len(self._launched.packed))
         return buffer, address
 
 
@@ -164,13 +155,9 @@ class Entry(Prepared):
         self.epoch = epoch
         self._library = library
         self._device = call.x.device.index
-        self.y_dtype = library.dtype(call.y.dtype)
-        self.y_like = library.like(call.y.dtype)
-        residual = call.residual or call.x
-        self._residual_like = library.like(residual.dtype)
-        self._row_shape = call.row_shape
-        self._mean_dtype = library.dtype(call.mean.dtype) if call.mean else None
-        self._rstd_dtype = library.dtype(call.rstd.dtype) if call.rstd else None
+        outputs = call.y, call.residual_out, call.mean, call.rstd
+        makers: list[Any] = [array and library.maker(array.shape, array.dtype) for array in outputs]
+        self.new_y, self._new_sums, self._new_mean, self._new_rstd = makers
         self._x_bytes = reach(call.x)
         self._y_bytes = reach(call.y)
         self._residual_bytes = reach(call.residual)
@@ -195,16 +182,16 @@ class Entry(Prepared):
         library = self._library
         y, sums, mean, rstd = out, residual_out, None, None
         if out is None:
-            y = self.y_like(x)
+            y = self.new_y(x)
             y_at = library.new_at(y)
         if residual is not None and residual_out is None:
-            sums = self._residual_like(x)
+            sums = self._new_sums(x)
             residual_out_at = library.new_at(sums)
-        if self._rstd_dtype is not None:
-            rstd = library.empty(x, self._row_shape, self._rstd_dtype)
+        if self._new_rstd is not None:
+            rstd = self._new_rstd(x)
             rstd_at = library.new_at(rstd)
-            if self._mean_dtype is not None:
-                mean = library.empty(x, self._row_shape, self._mean_dtype)
+            if self._new_mean is not None:
+                mean = self._new_mean(x)
                 mean_at = library.new_at(mean)
         launches, place = kept.launches, (*at[:5], y_at, residual_out_at, mean_at, rstd_at)
         found = None
@@ -233,7 +220,8 @@ class Entry(Prepared):
                 if self.epoch == epoch:
                     launches[place] = found
         try:
-            found[0]()
+            if found[0]():
+                return None
         except RuntimeError:  # as in a thread without a context: the general road tells why
             return None
         if library.written is not None:
@@ -294,7 +282,7 @@ class Kept:
     __slots__ = ("__weakref__", "entries", "launches", "made", "out_like_x")
 
     def __init__(self, out_like_x: bool) -> None:
-        self.entries: dict[Kind, Entry] = {}
+        self.entries: dict[Kind, Any] = {}  # an Entry each, or what else the function launches
         self.launches: Launches = {}
         self.made: dict[Shape, Shape] = {}  # those of which this road has made a y
         self.out_like_x = out_like_x  # whether a new y has x's dtype
@@ -380,7 +368,7 @@ def kept(function: str, options: tuple[object, ...], out_dtype: object) -> Kept 
     return found
 
 
-def keep(kept: Kept, kind: Kind, learnt: Entry) -> None:
+def keep(kept: Kept, kind: Kind, learnt: Any) -> None:
     """Add `learnt`, unless its plan may have changed since."""
     with _lock:
         if learnt.epoch == epoch:

@@ -106,14 +106,15 @@ def library(cupy: Any) -> Library:
             found = kept.launches.get(at)
             if found is not None and found[1] == kind:
                 try:
-                    found[0]()
+                    if found[0]():
+                        return None
                 except RuntimeError:
                     return None
                 return out, residual_out, None, None
         if learnt is not None:
             keep(kept, kind, learnt)
             return None
-        entry = kept.entries.get(kind)
+        entry: Entry | None = kept.entries.get(kind)
         if entry is None:
             return None
         return entry.run(kept, kind, at, (x, residual, weight, bias, out, residual_out), bound)
@@ -134,7 +135,8 @@ def library(cupy: Any) -> Library:
             found = kept.launches.get(at)
             if found is not None and found[1] == kind:
                 try:
-                    found[0]()
+                    if found[0]():
+                        return None
                 except RuntimeError:
                     return None
                 return out
@@ -178,7 +180,8 @@ def library(cupy: Any) -> Library:
             found = kept.launches.get(at)
             if found is not None and found[1] == kind:
                 try:
-                    found[0]()
+                    if found[0]():
+                        return False
                 except RuntimeError:
                     return False
                 return True
@@ -198,7 +201,8 @@ def library(cupy: Any) -> Library:
                 found = own.launches.get(at)
                 if found is not None and found[1] == kind:
                     try:
-                        found[0]()
+                        if found[0]():
+                            return None
                     except RuntimeError:
                         return None
                     return out
@@ -208,9 +212,9 @@ def library(cupy: Any) -> Library:
 
         return short
 
-    def like(name: str) -> Callable[[Any], Any]:
+    def maker(shape: tuple[int, ...], name: str) -> Callable[[Any], Any]:
         dtype = numpy_dtype(name)
-        return lambda x: ndarray(x.shape, dtype)
+        return lambda x: ndarray(shape, dtype)
 
     return Library(
         road=road,
@@ -222,10 +226,8 @@ def library(cupy: Any) -> Library:
         strided_input=strided_address,
         strided_output=strided_address,
         strides=operator.attrgetter("strides"),
-        like=like,
+        maker=maker,
         new_at=operator.attrgetter("data.ptr"),
-        empty=lambda x, shape, dtype: ndarray(shape, dtype),
-        dtype=numpy_dtype,
         stream=lambda index: current_stream(index).ptr,
         written=None,
     )

@@ -11,7 +11,7 @@ from ._call import Forward
 from ._fast import Entry, Kept, Library
 
 if TYPE_CHECKING:
-    from ._kernel import Launched
+    from ._enqueue import Launched
 
 
 def remember(
@@ -31,7 +31,7 @@ def remember(
     `began` is the `epoch` before the call's plan was chosen.
     """
     library = known_library(type(x))
-    if library is None or checked.hidden_size == 1:  # may have torch's negative bit
+    if library is None or checked.hidden_size == checked.groups:  # may have torch's negative bit
         return
     if _device.ready() != checked.x.device.index:
         return

@@ -15,7 +15,7 @@ from ._call import Forward
 from ._fast import ALIGNMENT, LIMIT, At, Entry, Kept, Launch, Launches, Library, reach
 
 if TYPE_CHECKING:
-    from ._kernel import Launched
+    from ._enqueue import Launched
 
 
 def _distances(q: int, k: int, q_out: int, k_out: int) -> tuple[int, int, int]:
@@ -38,6 +38,7 @@ class PairEntry(Entry):
         outputs: tuple[int, int],
     ) -> None:
         super().__init__(library, q, launched, epoch)
+        self.new_k = library.maker(k.y.shape, k.y.dtype)
         self.launches: Launches = {}  # by stream and addresses
         self._before = _distances(q.x.pointer, k.x.pointer, *outputs)
         self._q, self._k, self._q_out, self._k_out = map(reach, (q.x, k.x, q.y, k.y))
@@ -149,10 +150,10 @@ def forward(
     q_made, k_made = q_out, k_out
     q_made_at, k_made_at = q_out_at, k_out_at
     if q_out is None:
-        q_made = library.empty(q, q.shape, entry.y_dtype)
+        q_made = entry.new_y(q)
         q_made_at = library.strided_output(q_made, device)
     if k_out is None:
-        k_made = library.empty(k, k.shape, entry.y_dtype)
+        k_made = entry.new_k(k)
         k_made_at = library.strided_output(k_made, device)
     if not q_made_at or not k_made_at or (q_made_at | k_made_at) % ALIGNMENT:
         return None
@@ -163,7 +164,11 @@ def forward(
         if not entry.apart(q_at, k_at, q_weight_at, k_weight_at, q_out_at, k_out_at):
             return None
         found = entry.bound(stream, at)
-    found[0]()
+    try:
+        if found[0]():
+            return None
+    except RuntimeError:
+        return None
     if library.written is not None:
         if q_out is not None:
             library.written(q_out)

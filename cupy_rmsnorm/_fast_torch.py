@@ -137,7 +137,8 @@ def library(torch: Any) -> Library:
             found = kept.launches.get(at)
             if found is not None and found[1] == kind:
                 try:
-                    found[0]()
+                    if found[0]():
+                        return None
                 except RuntimeError:
                     return None
                 increment_version((out,) if residual_out is None else (out, residual_out))
@@ -145,7 +146,7 @@ def library(torch: Any) -> Library:
         if learnt is not None:
             keep(kept, kind, learnt)
             return None
-        entry = kept.entries.get(kind)
+        entry: Entry | None = kept.entries.get(kind)
         if entry is None:
             return None
         return entry.run(kept, kind, at, (x, residual, weight, bias, out, residual_out), bound)
@@ -190,7 +191,8 @@ def library(torch: Any) -> Library:
         found = kept.launches.get(at)
         if found is not None and found[1] == kind:
             try:
-                found[0]()
+                if found[0]():
+                    return None
             except RuntimeError:
                 return None
             if out is not None:
@@ -200,7 +202,7 @@ def library(torch: Any) -> Library:
         if out is not None:
             return long_way(kept, weight, x, out, bound)
         allocating = (current, device, x.dtype, shape, weight.dtype, weight.shape, *8 * (None,))
-        entry = kept.entries.get(allocating)
+        entry: Entry | None = kept.entries.get(allocating)
         if entry is None:
             return None
         stream, x_at, y_at, weight_at = at
@@ -252,7 +254,8 @@ def library(torch: Any) -> Library:
                 )
                 found = kept.launches.get(at)
                 if found is not None and found[1] == kind:
-                    found[0]()
+                    if found[0]():
+                        return False
                     increment_version((out, residual_out))
                     return True
                 bound = (kept.launches, at, kind)
@@ -263,13 +266,14 @@ def library(torch: Any) -> Library:
     def bind(kept: Kept, weight: Any) -> Short:
         return functools.partial(plain, kept, weight)
 
-    def empty(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-        made = new(tuple(shape), contiguous_strides(shape), dtype)
-        return x.new_empty(shape, dtype=dtype) if made is None else made
+    def maker(shape: tuple[int, ...], name: str) -> Callable[[Any], Any]:
+        strides, dtype = contiguous_strides(shape), getattr(torch, name)
 
-    def like(name: str) -> Callable[[Any], Any]:
-        dtype = getattr(torch, name)
-        return lambda x: empty(x, tuple(x.shape), dtype)
+        def make(x: Any) -> Any:
+            made = new(shape, strides, dtype)
+            return x.new_empty(shape, dtype=dtype) if made is None else made
+
+        return make
 
     def new_at(array: Any) -> int:
         try:
@@ -287,10 +291,8 @@ def library(torch: Any) -> Library:
         strided_input=strided_input,
         strided_output=strided_output,
         strides=tensor.stride,
-        like=like,
+        maker=maker,
         new_at=new_at,
-        empty=empty,
-        dtype=lambda name: getattr(torch, name),
         stream=raw_stream,
         written=torch.autograd.graph.increment_version,
     )

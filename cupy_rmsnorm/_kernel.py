@@ -10,9 +10,10 @@ import struct
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from . import _build, _source
+from . import _build, _enqueue, _source
+from ._enqueue import Function, Launched
 
 OPTIONS = ("-std=c++17",)
 # Dynamic shared memory that fits beside a kernel's static part into the 48 KB of every block; the
@@ -53,6 +54,7 @@ FORWARD_PARAMETERS = (
     ("valid_rows", "pointer"),
     ("mask_rows.count", "int64"),
     ("mask_rows.reciprocal", "int64"),
+    ("next_early", "int64"),
 )
 
 # `call` goes as int64: it is a mark, not a number.
@@ -263,30 +265,16 @@ def function(specialisation: Specialisation, device: int, shared_bytes: int = 0)
         return _functions[key]
 
 
-def build(specialisation: Specialisation, shared_bytes: int) -> Any:
+def build(specialisation: Specialisation, shared_bytes: int) -> Function:
     """Compile and load one specialisation on the current device."""
     from cupy.cuda import runtime
 
-    kernel = _build.load(
-        _source.load(specialisation.kernel),
-        OPTIONS,
-        specialisation.name_expression,
-        device_properties(runtime.getDevice()).arch,
-    )
+    arch = device_properties(runtime.getDevice()).arch
+    source = _source.load(specialisation.kernel)
+    kernel = _build.load(source, OPTIONS, specialisation.name_expression, arch)
     if shared_bytes > UNASKED_SHARED_BYTES:
         kernel.max_dynamic_shared_size_bytes = shared_bytes
-    return kernel.kernel
-
-
-class Launched(NamedTuple):
-    """A launch that was enqueued, and how to enqueue it again."""
-
-    function: Any
-    grid: int
-    block: int
-    shared_bytes: int
-    packed: bytes
-    launch_kernel: Callable[..., None]
+    return Function(kernel.kernel, kernel.kernel.ptr, _enqueue.may_overlap(arch))
 
 
 def launch(
@@ -300,33 +288,9 @@ def launch(
     address = ctypes.cast(ctypes.c_char_p(packed_args), ctypes.c_void_p).value
     # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE, CU_LAUNCH_PARAM_END
     extra = (ctypes.c_void_p * 5)(1, address, 2, ctypes.addressof(size), 0)
-    launch_kernel = launcher()
-    launch_kernel(
-        function.ptr, grid, 1, 1, block, 1, 1, shared_bytes, stream, 0, ctypes.addressof(extra)
-    )
-    return Launched(function, grid, block, shared_bytes, packed_args, launch_kernel)
-
-
-@functools.cache
-def launcher() -> Callable[..., None]:
-    """cuLaunchKernel: CuPy's, which it does not document, or the driver's own."""
-    from cupy.cuda import driver
-
-    found: Callable[..., None] | None = getattr(driver, "launchKernel", None)
-    return found or _driver_launch_kernel()
-
-
-def _driver_launch_kernel() -> Callable[..., None]:
-    library = _build.driver()
-    enqueue = library.cuLaunchKernel
-    count, pointer = ctypes.c_uint, ctypes.c_void_p
-    enqueue.argtypes = (pointer, *(7 * [count]), pointer, pointer, pointer)
-
-    def launch_kernel(*arguments: int) -> None:
-        status = enqueue(*arguments)
-        if status:
-            name = ctypes.c_char_p()
-            library.cuGetErrorName(status, ctypes.byref(name))
-            raise RuntimeError(f"cuLaunchKernel failed: {(name.value or b'').decode()} ({status})")
-
-    return launch_kernel
+    status = _enqueue.prepare(
+        function, grid, block, shared_bytes, stream, 0, ctypes.addressof(extra)
+    )()
+    if status:
+        raise RuntimeError(f"a launch failed: {_enqueue.error_name(status)}")
+    return Launched(function, grid, block, shared_bytes, packed_args)

@@ -59,6 +59,10 @@ BLOCK_THREADS = 128
 # block whose row is not computed would last nearly as long as its launch.
 MASKED_ROWS_A_BLOCK = 4
 MASKED_BLOCKS_PER_SM = 32
+# Where launches overlap, the next kernel of the stream takes its places while this one begins. If
+# both just fit side by side, its blocks go where there is room and not where they are balanced: it
+# then takes its places only when this one stores.
+THREADS_PER_SM = 2048
 # Shared memory a block may ask for, by architecture, less room for the reduction's slots.
 SHARED_RESERVE = 1024
 SHARED_LIMITS = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
@@ -86,6 +90,7 @@ class Launch:
     rows_per_block: int
     few_rows: bool = False  # not enough to give every SM a block
     evict_first: bool = False  # what is moved is of no use to the L2; changes no bits
+    next_early: bool = True  # the next kernel may take its places before this one's loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +189,10 @@ def choose_launch(
     if masked and grid >= MASKED_BLOCKS_PER_SM * sm_count:
         grid = -(-grid // MASKED_ROWS_A_BLOCK)
     evict_first = rows <= rows_evicted_first(plan, staged_itemsize)
-    return Launch(grid, threads * rows_per_block, 0, rows_per_block, few_rows, evict_first)
+    block = threads * rows_per_block
+    resident = -(-grid // sm_count) * block
+    next_early = not THREADS_PER_SM // 3 < resident <= THREADS_PER_SM // 2
+    return Launch(grid, block, 0, rows_per_block, few_rows, evict_first, next_early)
 
 
 def rows_evicted_first(plan: Plan, staged_itemsize: int) -> int:
@@ -226,5 +234,6 @@ def choose_pair_launch(
         together.rows_per_block,
         together.few_rows,
         together.evict_first,
+        together.next_early,
         -(-(k_blocks << 62) // grid),
     )

@@ -11,11 +11,12 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from . import _fast, _fast_learn, _fast_pair
+from . import _fast, _fast_backward, _fast_learn, _fast_pair
 from ._call import Backward, Device, Forward, Norm
 
 if TYPE_CHECKING:
-    from ._kernel import Launched
+    from ._cuda_backward import Launches
+    from ._enqueue import Launched
 
 ArrayT = TypeVar("ArrayT")
 Values = tuple[object, ...]  # of Options, in its order
@@ -31,8 +32,8 @@ class Backend(Protocol):
     def forward_pair(self, q: Forward, k: Forward) -> Launched | None:
         """Write the outputs of both halves of qk_norm."""
 
-    def backward(self, call: Backward) -> None:
-        """Write the gradients of `call`."""
+    def backward(self, call: Backward) -> Launches | None:
+        """Write the gradients of `call`; as `forward`."""
 
 
 @dataclass(slots=True)
@@ -45,7 +46,7 @@ class Outputs(Generic[ArrayT]):
     rstd: ArrayT
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Gradients(Generic[ArrayT]):
     """What a backward call returns."""
 
@@ -135,12 +136,11 @@ def forward(
         rstd_out=caller.output("rstd_out", rstd_out),
         statistics=statistics,
     )
-    call = checked.by_heads()
     began = _fast.epoch
-    launched = backend(caller.x.device).forward(call)
+    launched = backend(caller.x.device).forward(checked.by_heads())
     if launched is not None and kept is not None:
         arrays = (x, residual, weight, bias, out, residual_out)
-        _fast_learn.remember(kept, *arrays, call, launched, began)
+        _fast_learn.remember(kept, *arrays, checked, launched, began)
     return Outputs(
         caller.give(checked.y, out),
         caller.give(checked.residual_out, residual_out),
@@ -173,6 +173,15 @@ def backward(
     added: bool = False,
 ) -> Gradients[ArrayT]:
     """Run one backward function; `added` says that x is the residual_out of an add_* function."""
+    arrays = dout, x, weight, mean, rstd, dresidual_out, bias, dx_out, dweight_out, dbias_out
+    arguments, kept = (*arrays, need_dx, need_dweight), None
+    if where is None and valid_rows is None:
+        dtypes = None if dweight_dtype is None and x_dtype is None else (dweight_dtype, x_dtype)
+        kept = _fast.kept(function, options, dtypes)
+        if kept is not None:
+            done = _fast_backward.backward(kept, arguments)
+            if done is not None:
+                return Gradients(*done)
     from ._border import Caller, dtype_name
     from ._check import Options, check_backward
 
@@ -201,7 +210,10 @@ def backward(
         added=added,
     )
     if call.dx is not None or call.dweight is not None or call.dbias is not None:
-        backend(caller.x.device).backward(call.by_heads())
+        began = _fast.epoch
+        launches = backend(caller.x.device).backward(call.by_heads())
+        if launches is not None and kept is not None:
+            _fast_backward.remember(kept, arguments, call, launches, began)
     dx = caller.give(call.dx, dx_out)
     return Gradients(
         dx,

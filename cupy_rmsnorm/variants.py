@@ -28,6 +28,7 @@ from . import _border, _kernel, _overlap, _refuse, _source
 from ._call import Array, Norm
 from ._device import current_device
 from ._dtypes import TABLE as DTYPES
+from ._enqueue import Function
 from ._kernel import DeviceProperties
 
 __all__ = [
@@ -374,7 +375,8 @@ def load_module(members: list[Instance], device: int) -> None:
     )
     try:
         for instance, expression in zip(members, expressions, strict=True):
-            _functions[instance, device] = module.get_function(expression).kernel
+            kernel = module.get_function(expression).kernel
+            _functions[instance, device] = Function(kernel, kernel.ptr, overlaps=False)
     except cupy.cuda.compiler.CompileException as error:
         raise RuntimeError(f"cannot compile {source}: {error}") from error
 

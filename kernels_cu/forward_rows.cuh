@@ -138,6 +138,7 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
         half ^= HALVES - 1;
         const A rstd = rstd_of<PARTIAL>(squares, arguments);
         if (computed && thread == 0) store_statistics<NORM>(arguments, row, mean, rstd);
+        let_next_kernel_begin();
         const Normalise<NORM, CAST_BEFORE_WEIGHT, X, A> normalise = {
             mean, rstd, arguments.weight_offset, arguments.weight_constant,
             arguments.bias_constant};

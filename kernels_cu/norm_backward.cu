@@ -22,6 +22,8 @@ __global__ void CLUSTER_DIMS(CLUSTER_SIZE)
                       least_blocks<DB, X, D, R, W>(VECS_PER_THREAD* VEC_SIZE,
                                                    THREADS_PER_ROW* ROWS_PER_BLOCK))
         norm_backward(const BackwardArguments<DX, DW, DB, D, X, R, W, V> arguments) {
+    wait_for_earlier_kernels();
+    let_next_kernel_begin();
     backward_rows<NORM, DX, DW, DB, D, X, R, W, VEC_SIZE, VECS_PER_THREAD, THREADS_PER_ROW,
                   ROWS_PER_BLOCK, CLUSTER_SIZE, STAGES, FULL, ALIGNED, SPLIT_ROWS,
                   CAST_BEFORE_WEIGHT, GIVEN_MEAN, GIVEN_RSTD, COPY, MASK>(arguments);

@@ -12,6 +12,8 @@ template <Norm NORM, typename DW, typename DB, typename D, typename X, typename 
           int THREADS, bool ALIGNED, bool SPLIT_ROWS, bool CAST_BEFORE_WEIGHT, Mask MASK>
 __global__ void __launch_bounds__(THREADS) norm_backward_columns(
     const BackwardArguments<Absent, DW, DB, D, X, Absent, Constant, V> arguments) {
+    wait_for_earlier_kernels();
+    let_next_kernel_begin();
     using A = typename Accumulation<X>::type;
     const long long packs = arguments.hidden_size / VEC_SIZE;
     const long long chunks = (packs + THREADS - 1) / THREADS;

@@ -54,6 +54,8 @@ __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK,
                                   few_blocks<NORM, X, D, R, W>(VECS_PER_THREAD* VEC_SIZE,
                                                                THREADS_PER_ROW* ROWS_PER_BLOCK))
     norm_backward_few(const BackwardArguments<DX, DW, DB, D, X, R, W, V> arguments) {
+    wait_for_earlier_kernels();
+    let_next_kernel_begin();
     using A = typename Accumulation<X>::type;
     constexpr int BLOCK = THREADS_PER_ROW * ROWS_PER_BLOCK;
     constexpr int SLICES = BLOCK / COLUMNS;

@@ -15,6 +15,8 @@ template <Norm NORM, typename DX, typename D, typename X, typename R, typename W
           bool GIVEN_MEAN, bool GIVEN_RSTD, bool PARTIAL, Mask MASK>
 __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
     norm_backward_streamed(const BackwardArguments<DX, Absent, Absent, D, X, R, W, V> arguments) {
+    wait_for_earlier_kernels();
+    let_next_kernel_begin();
     using A = typename Accumulation<X>::type;
     __shared__ A slots[3][2 * row_reduce_slots(THREADS, 1)];
     __shared__ A cluster_slots[3][2 * CLUSTER_SIZE];

@@ -19,6 +19,8 @@ __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK,
                                   min_blocks<X, R, W, B, VEC_SIZE, VECS_PER_THREAD,
                                              THREADS_PER_ROW * ROWS_PER_BLOCK, EARLY_WEIGHT>())
     norm_forward(const ForwardArguments<Y, X, R, W, B, V> arguments) {
+    wait_for_earlier_kernels();
+    if (arguments.next_early) let_next_kernel_begin();
     forward_rows<NORM, VEC_SIZE, VECS_PER_THREAD, THREADS_PER_ROW, ROWS_PER_BLOCK, FULL, ALIGNED,
                  SPLIT_ROWS, CAST_BEFORE_WEIGHT, EARLY_WEIGHT, EVICT_FIRST, PARTIAL, MASK>(
         arguments, blockIdx.x, gridDim.x);

@@ -21,6 +21,8 @@ template <typename Y, typename X, typename W, int VEC_SIZE, int VECS_PER_THREAD,
           bool CAST_BEFORE_WEIGHT, bool EARLY_WEIGHT, bool EVICT_FIRST>
 __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK)
     norm_forward_pair(const PairArguments<Y, X, W> arguments) {
+    wait_for_earlier_kernels();
+    if (arguments.q.next_early) let_next_kernel_begin();
     const auto k_blocks_before = [&](unsigned block) {
         return static_cast<unsigned>(__umul64hi(4ull * block, arguments.k_share));
     };

@@ -17,6 +17,8 @@ template <Norm NORM, typename Y, typename X, typename R, typename W, typename B,
           bool SPLIT_ROWS, bool CAST_BEFORE_WEIGHT, bool ASYNC, bool PARTIAL, Mask MASK>
 __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS, 1024 / THREADS)
     norm_forward_staged(const ForwardArguments<Y, X, R, W, B, V> arguments) {
+    wait_for_earlier_kernels();
+    let_next_kernel_begin();
     using A = typename Accumulation<X>::type;
     extern __shared__ uint4 staged[];
     using Sum = typename MeanSum<Y, A>::type;

@@ -15,6 +15,8 @@ template <Norm NORM, typename Y, typename X, typename R, typename W, typename B,
           bool CAST_BEFORE_WEIGHT, bool PARTIAL, Mask MASK>
 __global__ void CLUSTER_DIMS(CLUSTER_SIZE) __launch_bounds__(THREADS)
     norm_forward_streamed(const ForwardArguments<Y, X, R, W, B, V> arguments) {
+    wait_for_earlier_kernels();
+    let_next_kernel_begin();
     using A = typename Accumulation<X>::type;
     __shared__ ExactSum<A> sum_slots[row_reduce_slots(THREADS, 1)];
     __shared__ A square_slots[row_reduce_slots(THREADS, 1)];

@@ -13,6 +13,25 @@
 #define CLUSTER_DIMS(CLUSTER_SIZE)
 #endif
 
+// Waits until all that comes before this kernel in its stream has ended and its writes are seen.
+// Where launches overlap (compute capability 9.0 and later) a kernel may begin before that, so
+// this is the first statement of each one that is launched so, in every thread.
+__device__ __forceinline__ void wait_for_earlier_kernels() {
+#if !defined(__CUDACC__)
+    emulator_wait_for_earlier_kernels();
+#elif __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel of the stream may take its places once every block has come here or ended. It
+// waits there; where it does not overlap, this does nothing.
+__device__ __forceinline__ void let_next_kernel_begin() {
+#if defined(__CUDACC__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // Begins a 16-byte copy from global to shared memory (compute capability 8.0 and later).
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
 #if defined(__CUDACC__)

@@ -422,6 +422,12 @@ FAULTS = {
         "y[i] = held",
         r"race: writes global memory that thread \d+ of cluster 0",
     ),
+    "global memory before the wait for earlier kernels": Fault(
+        "row",
+        "    const float mean_square =",
+        "    emulator_wait_for_earlier_kernels();\n    const float mean_square =",
+        r"at row\.cu:\d+: global memory was accessed before this wait for earlier kernels",
+    ),
     "stack overflow": Fault(
         "row",
         "    float squares = 0",

@@ -28,6 +28,7 @@ from cupy_rmsnorm import (
     _cpu,
     _cuda,
     _device,
+    _enqueue,
     _fast,
     _fast_learn,
     _fast_pair,
@@ -68,7 +69,7 @@ class Driver:
 
     def function(self, specialisation: Specialisation, device: int, shared_bytes: int = 0) -> Any:
         self._functions.append(specialisation)
-        return SimpleNamespace(ptr=len(self._functions) - 1)
+        return SimpleNamespace(ptr=len(self._functions) - 1, overlaps=False)
 
     def launch_kernel(
         self,
@@ -204,11 +205,11 @@ def driver() -> Iterator[Driver]:
     stand_in = Driver()
     with contextlib.ExitStack() as stack:
         for name, value in (
-            ("function", stand_in.function),
-            ("launcher", lambda: stand_in.launch_kernel),
-            ("device_properties", lambda device: DeviceProperties(90, 132)),
+            ("_kernel.function", stand_in.function),
+            ("_enqueue.launcher", lambda: stand_in.launch_kernel),
+            ("_kernel.device_properties", lambda device: DeviceProperties(90, 132)),
         ):
-            stack.enter_context(mock.patch.object(_kernel, name, value))
+            stack.enter_context(mock.patch(f"cupy_rmsnorm.{name}", value))
         stack.enter_context(mock.patch.object(_fast, "libraries", {}))
         yield stand_in
     _fast.forget()
@@ -905,10 +906,13 @@ def emulated() -> Iterator[list[str]]:
             roads.append("general")
             run(function, grid, block, shared_bytes, stream, packed)
             functions.append((function, function.expression.partition("<")[0]))
-            handle = SimpleNamespace(ptr=len(functions) - 1)
-            return _kernel.Launched(handle, grid, block, shared_bytes, packed, launch_kernel)
+            handle = SimpleNamespace(ptr=len(functions) - 1, overlaps=False)
+            return _enqueue.Launched(handle, grid, block, shared_bytes, packed)
 
-        with mock.patch.object(_kernel, "launch", launch):
+        with (
+            mock.patch.object(_kernel, "launch", launch),
+            mock.patch.object(_enqueue, "launcher", return_value=launch_kernel),
+        ):
             yield roads
     _fast.forget()
 

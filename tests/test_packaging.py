@@ -39,7 +39,7 @@ LAYERS = """
     _torch_ops
     _torch_autograd
     _run
-    _fast_pair
+    _fast_pair _fast_backward
     _fast_learn
     _fast_torch _fast_cupy
     _fast
@@ -52,6 +52,7 @@ LAYERS = """
     _cuda_backward
     _plan_file
     _kernel _operands
+    _enqueue
     _candidates
     _plan_backward
     _plan _source _build _layout _overlap _cpu_cast _cpu_pool

@@ -72,6 +72,7 @@ uint64_t emulator_atomic(void* address, int size, char kind, EmulatorAtomic what
                          uint64_t compare, const char* file, int line);
 void emulator_fence();
 [[noreturn]] void emulator_trap(const char* what, const char* file, int line);
+void emulator_wait_for_earlier_kernels_at(const char* file, int line);
 unsigned emulator_cluster_rank();
 unsigned emulator_cluster_size();
 void emulator_cluster_barrier(bool arrive, bool wait, const char* file, int line);
@@ -201,6 +202,9 @@ EMULATOR_INLINE void __threadfence_system() { emulator_fence(); }
 
 // What ptx.cuh calls in place of PTX.
 
+EMULATOR_INLINE void emulator_wait_for_earlier_kernels(EMULATOR_HERE) {
+    emulator_wait_for_earlier_kernels_at(file, line);
+}
 EMULATOR_INLINE void emulator_cluster_arrive_wait(EMULATOR_HERE) {
     emulator_cluster_barrier(true, true, file, line);
 }

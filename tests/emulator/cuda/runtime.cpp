@@ -113,6 +113,7 @@ struct Fiber : EmulatorThread {
     ClockPointer seen;
     ClockPointer released;  // at the last fence
     unsigned cluster_generation;
+    bool touched;  // global memory
 };
 
 struct Warp {
@@ -548,6 +549,7 @@ void check_access(const void* pointer, size_t bytes, bool write, void* line) {
     if (after != ranges.begin()) {
         Range& range = std::prev(after)->second;
         if (address < range.end) {
+            self.touched = true;
             if (address + bytes > range.end) {
                 fault(where(line),
                       format("%s %zu bytes that end %zu bytes behind the end of an array "
@@ -832,6 +834,7 @@ void run_cluster(dim3 grid, dim3 block, unsigned long long first_block) {
             fiber.warp = i / 32;
             fiber.lane = i % 32;
             fiber.done = false;
+            fiber.touched = false;
             fiber.wait = Wait::NOTHING;
             fiber.copies.clear();
             fiber.clock = 1;
@@ -1087,6 +1090,12 @@ void emulator_fence() {
 }
 
 void emulator_trap(const char* what, const char* file, int line) { fault(where(file, line), what); }
+
+void emulator_wait_for_earlier_kernels_at(const char* file, int line) {
+    if (current->touched) {
+        fault(where(file, line), "global memory was accessed before this wait for earlier kernels");
+    }
+}
 
 unsigned emulator_cluster_rank() { return current->rank; }
 unsigned emulator_cluster_size() { return static_cast<unsigned>(blocks.size()); }
