@@ -35,6 +35,7 @@ class Norms(NamedTuple):
     weight_offset: float = 0.0
     eps: str = "variance_epsilon"
     norm: str = "rms"
+    adds: int = 2  # layers that add a residual just before a norm
 
 
 NORMS = {
@@ -45,10 +46,10 @@ NORMS = {
     "Gemma": Norms("GemmaRMSNorm", 5, "once", 1.0, "eps"),
     "Gemma2": Norms("Gemma2RMSNorm", 9, "once", 1.0, "eps"),
     "Gemma3": Norms("Gemma3RMSNorm", 13, "once", 1.0, "eps"),
-    "Phi": Norms("LayerNorm", 3, "once", eps="eps", norm="layer"),
+    "Phi": Norms("LayerNorm", 3, "once", eps="eps", norm="layer", adds=0),
     "Phi3": Norms("Phi3RMSNorm", 5),
     "DeepseekV3": Norms("DeepseekV3RMSNorm", 9),
-    "T5": Norms("T5LayerNorm", 12),
+    "T5": Norms("T5LayerNorm", 12, adds=0),
 }
 
 
@@ -71,10 +72,10 @@ every_dtype = dtypes("float32", "bfloat16", "float16")
 half_dtypes = dtypes("bfloat16", "float16")
 
 
-def pair(family: str, device: str, dtype: Any) -> tuple[Any, Any, PatchReport]:
+def pair(family: str, device: str, dtype: Any, seed: int = 0) -> tuple[Any, Any, PatchReport]:
     """The same model twice: as it is, and patched."""
     pytest.importorskip("transformers")
-    eager = models.build(family).to(device, dtype)
+    eager = models.build(family, seed).to(device, dtype)
     patched = copy.deepcopy(eager)
     return eager, patched, patch(patched)
 
@@ -91,6 +92,7 @@ def test_every_norm_of_a_model_is_replaced(family: str) -> None:
     assert set(report.replaced.values()) == {expected.kind}
     assert len(report.replaced) == expected.count
     assert report.left == {}
+    assert len(report.fused) == expected.adds
     assert f"{expected.count} {expected.kind}" in str(report)
 
 
@@ -151,22 +153,26 @@ def test_generates_the_same_tokens(family: str, device: str, dtype: Any) -> None
 @half_dtypes
 @pytest.mark.parametrize("family", NORMS)
 def test_gradients_are_as_exact_as_the_models_own(family: str, device: str, dtype: Any) -> None:
-    eager, patched, _ = pair(family, device, dtype)
-    right = models.gradients(models.in_float32(eager))
-    theirs, ours = models.gradients(eager), models.gradients(patched)
-    assert set(ours) == set(theirs) == set(right)
+    """Over three models: of one with so few rows the same error comes out 15 % up or down."""
 
-    def error(got: dict[str, Any]) -> float:
-        """Relative to each parameter's gradient."""
+    def squares(got: dict[str, Any], right: dict[str, Any]) -> list[float]:
+        """Of the errors relative to each parameter's gradient."""
         zero = torch.zeros(())
-        parts = [
-            models.error(got[name], wanted) / models.error(wanted, zero.to(wanted))
+        return [
+            (models.error(got[name], wanted) / models.error(wanted, zero.to(wanted))) ** 2
             for name, wanted in right.items()
             if wanted.any()
         ]
-        return float(np.sqrt(np.mean(np.square(parts))))
 
-    assert error(ours) <= 1.1 * error(theirs)
+    theirs, ours = [], []
+    for seed in range(3):
+        eager, patched, _ = pair(family, device, dtype, seed)
+        right = models.gradients(models.in_float32(eager))
+        found = models.gradients(eager), models.gradients(patched)
+        assert set(found[0]) == set(found[1]) == set(right)
+        theirs += squares(found[0], right)
+        ours += squares(found[1], right)
+    assert np.mean(ours) <= 1.1**2 * np.mean(theirs)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3", "T5", "Phi"])
