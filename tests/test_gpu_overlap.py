@@ -181,12 +181,13 @@ def chain(start: Any, bias: Any) -> list[Any]:
     y, weight = x * 0, ones * 0
     seen = []
     for step in range(12):
-        norms.rms_norm(ones, bias, weight_offset=1.5 + step, out=weight)
+        norms.rms_norm(ones, bias, weight_offset=1.5 + step / 8, out=weight)
         norms.rms_norm(x, weight[0], out=y)
         norms.add_rms_norm(y, residual, weight[0], out=y, residual_out=residual)
         norms.layer_norm(y, weight[0], bias, out=x)
         if step % 4 == 1:
             x[:, ::2] *= 1.25  # a kernel that does not wait
+        norms.rms_norm(y, out=y)
         dx, dweight = norms.rms_norm_backward(y, x, weight[0])[:2]
         norms.rms_norm(dweight[None], out=weight)
         norms.add_rms_norm(dx, x, weight[0], out=x, residual_out=dx)
@@ -201,7 +202,7 @@ def chain(start: Any, bias: Any) -> list[Any]:
         ("float32", 4096, 512),
         ("float32", 333, 4097),
         ("float32", 20_000, 128),
-        ("float16", 128, 8192),
+        ("float16", 16, 8192),
         ("float32", 40, 70_000),
     ],
 )
