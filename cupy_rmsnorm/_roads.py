@@ -8,6 +8,7 @@ general road.
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any, TypeVar
 
@@ -31,16 +32,31 @@ def traced(x: object) -> bool:
     return compiling
 
 
+def _traced(x: object) -> bool:
+    """The same, cheaper where the short road knows x's library."""
+    library = _fast.libraries.get(type(x))
+    if library is None:
+        return traced(x)
+    return library.traced is not None and library.traced()
+
+
 def _recorded(x: object, *others: object) -> bool:
     """Whether autograd follows one of these, and x is a tensor, so that y can be followed too."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.is_grad_enabled() or not isinstance(x, torch.Tensor):
         return False
-    # Transforms of torch.func are refused where arrays are described.
-    return (
-        any(isinstance(value, torch.Tensor) and value.requires_grad for value in (x, *others))
-        and not torch._C._are_functorch_transforms_active()
-    )
+    for value in (x, *others):
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            # Transforms of torch.func are refused where arrays are described.
+            return not torch._C._are_functorch_transforms_active()
+    return False
+
+
+@functools.cache
+def _autograd() -> Any:
+    from . import _torch_autograd
+
+    return _torch_autograd
 
 
 def normalize(
@@ -72,7 +88,18 @@ def normalize(
                 if done is not None:
                     return done[0]  # type: ignore[no-any-return]
     return normalize_anew(
-        function, norm, x, weight, bias, options, where, valid_rows, out, out_dtype, kept
+        function,
+        norm,
+        x,
+        weight,
+        bias,
+        options,
+        where,
+        valid_rows,
+        out,
+        out_dtype,
+        kept,
+        traceable=kept is None,
     ).y
 
 
@@ -92,15 +119,19 @@ def normalize_anew(
     residual: object = None,
     residual_out: ArrayT | None = None,
     adds: bool = False,
+    traceable: bool = True,
 ) -> _run.Outputs[ArrayT]:
-    """Run a function without statistics where the short road did not."""
+    """Run a function without statistics where the short road did not.
+
+    `traceable` says that nobody asked yet whether the call is traced.
+    """
     given = x, weight, bias, options, where, valid_rows, out, out_dtype
-    if traced(x):
+    if traceable and traced(x):
         return _operator(function, *given, residual=residual, residual_out=residual_out)
     if _recorded(x, residual, weight, bias):
-        from . import _torch_autograd
-
-        return _torch_autograd.normalize(function, norm, *given, residual, residual_out)
+        return _autograd().normalize(  # type: ignore[no-any-return]
+            function, norm, *given, residual, residual_out
+        )
     return _run.forward(
         function,
         norm,
@@ -165,6 +196,7 @@ def add_normalize(
         residual=residual,
         residual_out=residual_out,
         adds=True,
+        traceable=kept is None,
     )
     return outputs.y, outputs.residual_out
 
@@ -188,7 +220,7 @@ def forward(
     adds: bool = False,
 ) -> _run.Outputs[ArrayT]:
     """Run a function that returns statistics; autograd records none."""
-    if traced(x):
+    if _traced(x):
         return _operator(
             function,
             x,
@@ -237,7 +269,7 @@ def backward(
     **arguments: Any,
 ) -> _run.Gradients[ArrayT]:
     """Run a backward function; autograd records none."""
-    if traced(x):
+    if _traced(x):
         from . import _torch_ops
 
         return _torch_ops.backward(function, dout, x, weight, bias, options, **arguments)
@@ -256,7 +288,7 @@ def qk_norm(
     k_out: ArrayT | None,
 ) -> tuple[ArrayT, ArrayT]:
     """Run qk_norm."""
-    if traced(q):
+    if _traced(q):
         from . import _torch_ops
 
         return _torch_ops.qk_norm(q, k, q_weight, k_weight, eps, weight_offset, cast, q_out, k_out)
@@ -266,9 +298,7 @@ def qk_norm(
         if done is not None:
             return done
     if _recorded(q, k, q_weight, k_weight):
-        from . import _torch_autograd
-
-        return _torch_autograd.qk_norm(  # type: ignore[no-any-return]
+        return _autograd().qk_norm(  # type: ignore[no-any-return]
             q, k, q_weight, k_weight, eps, weight_offset, cast, q_out, k_out
         )
     return _run.qk_forward(q, k, q_weight, k_weight, eps, weight_offset, cast, q_out, k_out, kept)

@@ -31,15 +31,16 @@ def normalize(
     residual_out: Any,
 ) -> _run.Outputs[Any]:
     """Run rms_norm or layer_norm, or one of their add_* forms."""
-    refuse_unrecorded(
-        {"x": x, "residual": residual, "weight": weight, "bias": bias},
-        options,
-        where,
-        valid_rows,
-        {"out": out, "residual_out": residual_out},
-    )
+    if not out is residual_out is where is valid_rows is None:
+        refuse_unrecorded(
+            {"x": x, "residual": residual, "weight": weight, "bias": bias},
+            options,
+            where,
+            valid_rows,
+            {"out": out, "residual_out": residual_out},
+        )
     call = function, norm, options, where, valid_rows, out_dtype
-    made = _Norm.apply(x, residual, weight, bias, call)
+    made = _apply_norm(x, residual, weight, bias, call)
     y, sums = made if isinstance(made, tuple) else (made, None)
     return _run.Outputs(y, sums, None, None)
 
@@ -102,10 +103,10 @@ class _Node(torch.autograd.Function):  # type: ignore[misc]
     @classmethod
     def backward(cls, ctx: Any, *douts: Any) -> Any:
         saved = ctx.saved_tensors  # once: torch.utils.checkpoint recomputes them for one reading
+        if not torch.is_grad_enabled():
+            return cls.gradients(ctx, saved, *douts)
         with torch.no_grad():
             gradients = cls.gradients(ctx, saved, *douts)
-        if not torch.is_grad_enabled():
-            return gradients
         # With create_graph=True a gradient is differentiated in its turn. torch's
         # once_differentiable would leave out gradients that no douts with a graph lead to, and
         # would let torch.autograd.grad pass by on its way to an input.
@@ -162,36 +163,37 @@ class _Norm(_Node):
             adds=adds,
             statistics=True,
         )
+        y, sums = outputs.y, outputs.residual_out
         if not ctx.needs_input_grad[3]:
             bias = None
-        inputs = (weight, bias, where, valid_rows)
-        tensors = [value if isinstance(value, torch.Tensor) else None for value in inputs]
-        ctx.others = [None if value is tensors[i] else value for i, value in enumerate(inputs)]
-        row = outputs.residual_out if adds else x
+        tensors: list[Any] = [weight, bias, where, valid_rows]
+        constants = {}
+        for place, value in enumerate(tensors):
+            if value is not None and not isinstance(value, torch.Tensor):
+                constants[place], tensors[place] = value, None
+        row = sums if adds else x
         ctx.save_for_backward(row, outputs.mean, outputs.rstd, *tensors)
         ctx.set_materialize_grads(False)
-        ctx.call = f"{function}_backward", norm, options
-        ctx.x_dtype = x.dtype if adds and x.dtype != row.dtype else None
-        ctx.y_dtype = outputs.y.dtype
-        return (outputs.y, outputs.residual_out) if adds else outputs.y
+        x_dtype = x.dtype if adds and x.dtype != row.dtype else None
+        ctx.call = function, norm, options, constants, x_dtype, y.dtype
+        return (y, sums) if adds else y
 
     @staticmethod
     def gradients(ctx: Any, saved: tuple[Any, ...], *douts: Any) -> tuple[Any, ...]:
         dout, *dresidual_out = douts
         x, mean, rstd, *tensors = saved
-        weight, bias, where, valid_rows = (
-            other if tensor is None else tensor
-            for tensor, other in zip(tensors, ctx.others, strict=True)
-        )
+        function, norm, options, constants, x_dtype, y_dtype = ctx.call
+        for place, value in constants.items():
+            tensors[place] = value
+        weight, bias, where, valid_rows = tensors
         (dsum,) = dresidual_out or (None,)
         if dout is None:
             if dsum is None:
                 return (None,) * INPUTS
-            dout = torch.zeros_like(x, dtype=ctx.y_dtype)
-        function, norm, options = ctx.call
+            dout = torch.zeros_like(x, dtype=y_dtype)
         needs = ctx.needs_input_grad
         gradients = _run.backward(
-            function,
+            f"{function}_backward",
             norm,
             dout,
             x,
@@ -209,7 +211,7 @@ class _Norm(_Node):
             dbias_out=None,
             dweight_dtype=None,
             dresidual_out=dsum,
-            x_dtype=ctx.x_dtype,
+            x_dtype=x_dtype,
             added=bool(dresidual_out),
         )
         return (
@@ -222,6 +224,8 @@ class _Norm(_Node):
 
 
 INPUTS = 5  # of _Norm.forward
+# _Norm.apply without its Python, which looks for transforms of torch.func: none is active here.
+_apply_norm = super(torch.autograd.Function, _Norm).apply
 
 
 class _QKNorm(_Node):
@@ -277,7 +281,7 @@ def _half(
         x,
         weight,
         None,
-        (eps, weight_offset, -1, cast, per_head),
+        (eps, weight_offset, -1, cast, per_head, "keep", 1, None),
         rstd=None,
         where=None,
         valid_rows=None,
