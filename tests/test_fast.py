@@ -172,6 +172,7 @@ class TorchLibrary:
         )
         stack.enter_context(mock.patch.object(_cpu, "forward", self._forward))
         stack.enter_context(mock.patch.object(_cpu, "forward_pair", self._forward_pair))
+        stack.enter_context(mock.patch.object(_cpu, "backward", self._backward))
         stack.enter_context(
             mock.patch.object(_cuda, "current_device", return_value=contextlib.nullcontext())
         )
@@ -183,6 +184,10 @@ class TorchLibrary:
     def _forward_pair(self, q: Any, k: Any) -> Any:
         q.space.stream = STREAM
         return _cuda.forward_pair(q, k)
+
+    def _backward(self, call: Any) -> Any:
+        call.space.stream = STREAM
+        return _cuda.backward(call)
 
     def empty(self, shape: tuple[int, ...], dtype: str = "float16") -> Any:
         dtype = getattr(self.torch, dtype)
@@ -230,7 +235,7 @@ def torch_library(driver: Driver) -> Iterator[TorchLibrary]:
 
 
 def unpacked(launch: Launch) -> dict[str, Any]:
-    """The arguments of a forward kernel, by name."""
+    """The arguments of a kernel, by name."""
     table = _kernel.PARAMETERS[launch.specialisation.kernel]
     fields = _kernel._packer(launch.specialisation.kernel, "float32").unpack(launch.packed)
     return {name: field for (name, _), field in zip(table, fields, strict=True)}
@@ -1159,3 +1164,291 @@ def test_a_traced_call_takes_no_short_road(monkeypatch: pytest.MonkeyPatch, func
         torch._dynamo.reset()
     (graph,) = graphs
     assert any("cupy_rmsnorm" in str(node.target) for node in graph.graph.nodes)
+
+
+# Backward -------------------------------------------------------------------------------------
+
+BACKWARD = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
+MADE = ("dx", "dresidual", "dweight", "dbias", "dweight_parts", "dbias_parts")
+
+
+def backward_call(
+    library: Any,
+    function: str = "rms_norm",
+    statistics: bool = True,
+    out: bool = False,
+    **changes: Any,
+) -> tuple[dict[str, Any], Callable[[], Any]]:
+    """The arrays of a backward call by the kernels' names, and the call."""
+    shape, adds = (ROWS, HIDDEN_SIZE), function.startswith("add_")
+    row = shape[1:]
+    arrays = {
+        "dout": library.empty(shape),
+        "dresidual_out": library.empty(shape) if adds else None,
+        "x": library.empty(shape),
+        "weight": library.empty(row, "float32"),
+        "mean": library.empty(shape[:1], "float32") if statistics and "layer" in function else None,
+        "rstd": library.empty(shape[:1], "float32") if statistics else None,
+        "bias": library.empty(row),
+        "dx_out": library.empty(shape) if out else None,
+        "dweight_out": library.empty(row, "float32") if out else None,
+        "dbias_out": library.empty(row) if out else None,
+    } | {name: value for name, value in changes.items() if not isinstance(value, bool)}
+    given = {name: value for name, value in arrays.items() if value is not None}
+    x = given.pop("x")
+    options = {name: value for name, value in changes.items() if isinstance(value, bool)}
+    first = (given.pop("dout"), given.pop("dresidual_out", None), x)[:: 1 if adds else 2]
+    call = getattr(norms, f"{function}_backward")
+    return arrays, lambda: call(*first, **given, **options)
+
+
+def addresses(library: Any, arrays: dict[str, Any]) -> dict[str, int]:
+    return {name: library.address(array) for name, array in arrays.items() if array is not None}
+
+
+@pytest.mark.parametrize("out", [False, True])
+@pytest.mark.parametrize("statistics", [True, False])
+@pytest.mark.parametrize("function", BACKWARD)
+def test_a_repeated_backward_launches_the_same(
+    driver: Driver, library: Any, function: str, statistics: bool, out: bool
+) -> None:
+    """With other arrays, and as often as the general road; what it made is where it returned it."""
+    count = 1 if statistics else 2  # few rows of which all is known take one launch
+    arrays, call = backward_call(library, function, statistics, out)
+    call()
+    arrays, call = backward_call(library, function, statistics, out)
+    returned = call()
+    short = driver.launches[count:]
+    with mock.patch.object(_fast, "kept", return_value=None):
+        call()
+    assert [launch.short for launch in driver.launches] == count * [False] + count * [True] + (
+        count * [False]
+    )
+    known = addresses(library, arrays)
+    outputs = dict(zip(("dx", "dweight", "dbias"), returned[:1] + returned[-2:], strict=True))
+    for launch, general in zip(short, driver.launches[2 * count :], strict=True):
+        packed, expected = unpacked(launch), unpacked(general)
+        for name in MADE:
+            got, _ = packed.pop(name, None), expected.pop(name, None)
+            assert got is None or name not in outputs or got == library.address(outputs[name])
+        assert packed == expected
+        assert dataclasses.replace(general, short=True, packed=launch.packed) == launch
+        for name in known.keys() & packed.keys():
+            assert packed[name] == known[name]
+    for name, array in outputs.items():
+        assert array is arrays[f"{name}_out"] or not out
+    if not statistics:
+        rows, sums = map(unpacked, short)
+        for name in MADE[2:]:
+            assert rows[name] == sums[name] != 0
+    if function.startswith("add_"):
+        assert returned[1] is returned[0]
+
+
+def test_the_backward_of_other_dtypes_is_apart(driver: Driver, library: Any) -> None:
+    """dresidual is an output of its own where its dtype differs from dx's."""
+    dtype = library.empty((1,), "float32").dtype
+    for x_dtype in (None, dtype, None, dtype, "float32"):
+        arrays, _ = backward_call(library, "add_rms_norm")
+        dx, dresidual, _, _ = norms.add_rms_norm_backward(
+            arrays["dout"], arrays["dresidual_out"], arrays["x"], x_dtype=x_dtype
+        )
+        packed = unpacked(driver.launches[-1])
+        assert packed["dx"] == library.address(dx)
+        assert (dresidual is dx) == (x_dtype is None)
+        assert packed["dresidual"] == (0 if x_dtype is None else library.address(dresidual))
+    short = [
+        launch.short for launch in driver.launches if "sum" not in launch.specialisation.kernel
+    ]
+    assert short == [False, False, True, True, False]
+
+
+BACKWARD_CHANGES: dict[str, tuple[bool, Callable[[Any], dict[str, Any]]]] = {
+    "strided dout": (
+        True,
+        lambda lib: {"dout": lib.empty((ROWS, 2 * HIDDEN_SIZE))[:, :HIDDEN_SIZE]},
+    ),
+    "gaps in dout": (False, lambda lib: {"dout": lib.empty((ROWS, 2 * HIDDEN_SIZE))[:, ::2]}),
+    "misaligned dout": (
+        False,
+        lambda lib: {"dout": lib.empty((ROWS * HIDDEN_SIZE + 4,))[4:].reshape(ROWS, HIDDEN_SIZE)},
+    ),
+    "gaps in weight": (False, lambda lib: {"weight": lib.empty((2 * HIDDEN_SIZE,))[::2]}),
+    "constant weight": (False, lambda lib: {"weight": 2.0, "bias": None}),
+    "mask": (False, lambda lib: {"where": lib.empty((ROWS,), "bool")}),
+    "no dx": (True, lambda lib: {"need_dx": False}),
+    "no dweight": (True, lambda lib: {"need_dweight": False}),
+    "no bias": (True, lambda lib: {"bias": None}),
+    "one for all rows": (
+        False,
+        lambda lib: {
+            "x": lib.empty((ROWS, 1)),
+            "dout": lib.empty((ROWS, 1)),
+            "weight": None,
+            "bias": None,
+        },
+    ),
+    "no rows": (
+        False,
+        lambda lib: {name: lib.empty((0, HIDDEN_SIZE)) for name in ("x", "dout")} | {"rstd": None},
+    ),
+    "streamed": (
+        False,
+        lambda lib: (
+            {name: lib.empty((1, 300_000)) for name in ("x", "dout")}
+            | dict.fromkeys(("weight", "bias", "rstd"))
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("change", BACKWARD_CHANGES)
+def test_which_backward_qualifies(driver: Driver, library: Any, change: str) -> None:
+    """Nothing of a plain call decides about another one."""
+    qualifies, changes = BACKWARD_CHANGES[change]
+    backward_call(library)[1]()
+    driver.launches.clear()
+    roads = []
+    for _ in range(2):
+        backward_call(library, **changes(library))[1]()
+        roads.append({launch.short for launch in driver.launches})
+        driver.launches.clear()
+    assert roads == [{False}, {qualifies}]
+    backward_call(library)[1]()
+    assert [launch.short for launch in driver.launches] == [True]
+
+
+def test_backward_refuses_the_same_overlaps(driver: Driver, library: Any) -> None:
+    """Every place of some arrays in one buffer: the short road refuses what the general does."""
+    room = library.empty((8 * HIDDEN_SIZE,))
+    free = [library.empty((1, HIDDEN_SIZE)) for _ in range(5)]
+    for replaced in (False, True):
+        x, dx = free[0], free[0 if replaced else 1]
+        norms.rms_norm_backward(free[2], x, free[3][0], dx_out=dx, dweight_out=free[4][0])
+    seen = set()
+    for indices in np.ndindex(*(5 * [4])):
+        places = [(0, 32, 64, 128)[index] for index in indices]
+        dout, x, weight, dx, dweight = (
+            room[place : place + HIDDEN_SIZE].reshape(1, HIDDEN_SIZE) for place in places
+        )
+
+        def call(arrays: Any = (dout, x, weight[0], dx, dweight[0])) -> str:
+            dout, x, weight, dx, dweight = arrays
+            try:
+                norms.rms_norm_backward(dout, x, weight, dx_out=dx, dweight_out=dweight)
+            except ValueError as error:
+                return str(error)
+            return ""
+
+        driver.launches.clear()
+        short = call()
+        roads = {launch.short for launch in driver.launches}
+        with mock.patch.object(_fast, "kept", return_value=None):
+            general = call()
+        assert short == general
+        assert roads == (set() if general else {True})
+        seen.add(bool(general))
+    assert seen == {True, False}
+
+
+def test_errors_of_backward_stay(driver: Driver, library: Any) -> None:
+    _, call = backward_call(library)
+    call()
+    for changes, error, message in (
+        ({"need_dx": 1}, TypeError, "need_dx must be True or False"),
+        ({"weight": library.empty((HIDDEN_SIZE - 1,))}, ValueError, "weight must have shape"),
+        ({"bias": library.empty((HIDDEN_SIZE, 1))}, ValueError, "bias must have shape"),
+        ({"rstd": library.empty((ROWS,))}, TypeError, "rstd must be float32"),
+        ({"dx_out": library.empty((HIDDEN_SIZE, ROWS))}, ValueError, "dx_out must have shape"),
+        ({"dweight_dtype": {1}}, TypeError, "dweight_dtype must be a dtype"),
+        ({"eps": -1.0}, ValueError, "eps must not be negative"),
+    ):
+        with pytest.raises(error, match=f"^{message}"):
+            backward_call(library, **changes)[1]()
+    assert len(driver.launches) == 1
+
+
+def test_a_backward_that_fails_or_is_forgotten_takes_the_general_road(
+    driver: Driver, library: Any
+) -> None:
+    _, call = backward_call(library)
+    call()
+    driver.fails = True
+    call()
+    driver.fails = False
+    call()
+    _fast.forget()
+    call()
+    library.current_device = 1
+    call()
+    assert [launch.short for launch in driver.launches] == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize("function", BACKWARD)
+def test_recorded_calls_take_the_short_road(
+    driver: Driver, torch_library: TorchLibrary, function: str
+) -> None:
+    """Forward and backward; each gradient is what the last launch was given room for."""
+    torch, adds = torch_library.torch, function.startswith("add_")
+    tensors = [torch_library.empty((ROWS, HIDDEN_SIZE)) for _ in range(1 + adds)]
+    inputs = [tensor.requires_grad_() for tensor in tensors]
+    inputs += [torch.nn.Parameter(torch_library.empty((HIDDEN_SIZE,), "float32"))]
+    inputs += [torch.nn.Parameter(torch_library.empty((HIDDEN_SIZE,)))]
+    douts = [torch_library.empty((ROWS, HIDDEN_SIZE)) for _ in range(1 + adds)]
+    for short in (False, True, True):
+        driver.launches.clear()
+        made = getattr(norms, function)(*inputs)
+        outputs = made if adds else (made,)
+        gradients = torch.autograd.grad(outputs, inputs, douts)
+        assert [launch.short for launch in driver.launches] == [short, short]
+        forward, backward = map(unpacked, driver.launches)
+        assert [forward["y"], forward["residual_out"]][: 1 + adds] == [
+            output.data_ptr() for output in outputs
+        ]
+        assert forward["rstd"] == backward["rstd"] != 0
+        assert forward["mean"] == backward["mean"]
+        assert backward["x"] == (outputs[-1] if adds else inputs[0]).data_ptr()
+        assert backward["dout"] == douts[0].data_ptr()
+        assert [backward[name] for name in ("dx", "dweight", "dbias")] == [
+            gradient.data_ptr() for gradient in (gradients[0], *gradients[-2:])
+        ]
+        assert [value.dtype for value in gradients] == [value.dtype for value in inputs]
+    made = getattr(norms, function)(*inputs)
+    with torch.no_grad():
+        inputs[-2].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(made if adds else (made,), inputs, douts)
+
+
+@pytest.mark.parametrize("function", BACKWARD)
+def test_both_roads_of_backward_give_the_same_bits(function: str) -> None:
+    reason = missing("emulator")
+    if reason is not None:
+        pytest.skip(reason)
+    from tests import emulator
+
+    random = np.random.default_rng(1)
+    shape, adds, layer = (5, 104), function.startswith("add_"), "layer" in function
+    row, results = shape[1:], []
+    rows = [[random.standard_normal(shape).astype("float16") for _ in range(3)] for _ in range(2)]
+    weight = random.standard_normal(row).astype("float32")
+    statistics = [random.random(shape[:1]).astype("float32") for _ in range(1 + layer)]
+    with emulated() as roads:
+        for forget in (False, True):  # the second time every call takes the general road
+            results.append([])
+            fixed = [emulator.from_numpy(array) for array in (weight, *statistics)]
+            for values in rows:
+                dout, dresidual_out, x = map(emulator.from_numpy, values)
+                given = {"dx_out": x, "dweight_out": emulator.from_numpy(weight)}
+                first = (dout, dresidual_out, x) if adds else (dout, x)
+                for outputs in ({}, given):
+                    if forget:
+                        _fast.forget()
+                    call = getattr(norms, f"{function}_backward")
+                    for array in call(*first, *fixed, bias=fixed[0], **outputs):
+                        if array is not None:
+                            results[-1].append(emulator.to_numpy(array).tobytes())
+    general, short = roads.count("general"), roads.count("short")
+    assert general == 3 * short
+    assert short == 3  # one launch with new outputs, two in place
+    assert results[0] == results[1]
