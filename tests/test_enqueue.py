@@ -96,7 +96,7 @@ def test_a_prepared_launch_is_repeated_and_says_what_fails(driver: Driver) -> No
     with pytest.raises(
         RuntimeError, match=r"^a launch failed: CUDA_ERROR_ILLEGAL_ADDRESS \(700\)$"
     ):
-        _kernel.launch(FUNCTION, 1, 32, 0, 0, b"")
+        _kernel.launch(FUNCTION, 1, 32, 0, 5, b"")
 
 
 def test_other_launches_are_left_to_the_plain_function(
@@ -104,9 +104,13 @@ def test_other_launches_are_left_to_the_plain_function(
 ) -> None:
     told: list[tuple[int, ...]] = []
     monkeypatch.setattr(_enqueue, "launcher", lambda: lambda *arguments: told.append(arguments))
-    function = SimpleNamespace(ptr=5, overlaps=False)
-    _enqueue.prepare(function, 7, 64, 1024, 3, 0, 11)()
-    assert told == [(5, 7, 1, 1, 64, 1, 1, 1024, 3, 0, 11)]
+    # One that does not wait, and one that does, on the default stream.
+    _enqueue.prepare(SimpleNamespace(ptr=5, overlaps=False), 7, 64, 1024, 3, 0, 11)()
+    _enqueue.prepare(FUNCTION, 7, 64, 1024, 0, 11, 0)()
+    assert told == [
+        (5, 7, 1, 1, 64, 1, 1, 1024, 3, 0, 11),
+        (FUNCTION.ptr, 7, 1, 1, 64, 1, 1, 1024, 0, 11, 0),
+    ]
     assert not driver.told
 
 
