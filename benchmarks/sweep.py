@@ -104,7 +104,17 @@ def candidate_launches(plan: Plan, kind: ForwardKind, rows: int) -> list[_plan.L
         threads = plan.threads_per_row * rows_per_block
         if threads % 32 == 0 and (not launches or launches[-1].block != threads):
             grid = -(-rows // rows_per_block)
-            launches.append(_plan.Launch(grid, threads, 0, rows_per_block, evict_first=evict_first))
+            next_early = _plan.lets_next_early(grid, threads, SM_COUNT)
+            launches.append(
+                _plan.Launch(
+                    grid,
+                    threads,
+                    0,
+                    rows_per_block,
+                    evict_first=evict_first,
+                    next_early=next_early,
+                )
+            )
     return launches
 
 
@@ -132,13 +142,14 @@ class Buffers:
         self.bias = (0.5 * cupy.random.standard_normal(hidden_size)).astype(dtype)
         self.sample = values[: min(4, rows)]
 
-    def packed(self, plan: Plan) -> list[bytes]:
+    def packed(self, plan: Plan, launch: _plan.Launch) -> list[bytes]:
         arguments: dict[str, Any] = dict.fromkeys(
             (name for name, _ in _kernel.FORWARD_PARAMETERS), 0
         )
         arguments |= {"rows": self.rows, "hidden_size": self.hidden_size, "eps": 1e-6}
         arguments |= {"weight": self.weight.data.ptr, "partial": self.hidden_size}
         arguments |= {"bias": self.bias.data.ptr if self.kind.bias else 0}
+        arguments |= {"next_early": launch.next_early}
         arguments |= _kernel.row_count("inner_rows", self.rows) | _kernel.row_count("mask_rows", 1)
         result = []
         for i in range(self.count):
@@ -190,17 +201,22 @@ def sweep(op: str, dtype: str, rows: int, hidden_size: int, rounds: int) -> list
         functions = list(pool.map(build, pairs))
     buffers = Buffers(kind, rows, hidden_size)
     candidates, found = {}, {}
-    packed = {plan.kernel: buffers.packed(plan) for plan, _ in pairs}
+    packed = {
+        (plan.kernel, launch.next_early): buffers.packed(plan, launch) for plan, launch in pairs
+    }
     for (plan, launch), function in zip(pairs, functions, strict=True):
+        arguments = packed[plan.kernel, launch.next_early]
 
-        def call(i: int, function: Any = function, plan: Plan = plan, launch: Any = launch) -> None:
+        def call(
+            i: int, function: Any = function, launch: Any = launch, arguments: Any = arguments
+        ) -> None:
             _kernel.launch(
                 function,
                 launch.grid,
                 launch.block,
                 launch.shared_bytes,
                 cupy.cuda.get_current_stream().ptr,
-                packed[plan.kernel][i],
+                arguments[i],
             )
 
         buffers.rings["y"][0].fill(0)

@@ -190,9 +190,14 @@ def choose_launch(
         grid = -(-grid // MASKED_ROWS_A_BLOCK)
     evict_first = rows <= rows_evicted_first(plan, staged_itemsize)
     block = threads * rows_per_block
-    resident = -(-grid // sm_count) * block
-    next_early = not THREADS_PER_SM // 3 < resident <= THREADS_PER_SM // 2
+    next_early = lets_next_early(grid, block, sm_count)
     return Launch(grid, block, 0, rows_per_block, few_rows, evict_first, next_early)
+
+
+def lets_next_early(grid: int, block: int, sm_count: int) -> bool:
+    """Whether the next kernel may take its places before the loads of a launch of norm_forward."""
+    resident = -(-grid // sm_count) * block
+    return not THREADS_PER_SM // 3 < resident <= THREADS_PER_SM // 2
 
 
 def rows_evicted_first(plan: Plan, staged_itemsize: int) -> int:
