@@ -1245,6 +1245,26 @@ def test_a_repeated_backward_launches_the_same(
         assert returned[1] is returned[0]
 
 
+def test_dx_in_the_place_of_x_takes_other_kernels(driver: Driver, library: Any) -> None:
+    x = library.empty((ROWS, HIDDEN_SIZE))
+    for _ in range(2):
+        for dx in (x, library.empty((ROWS, HIDDEN_SIZE))):
+            backward_call(library, x=x, dx_out=dx)[1]()
+    kernels = ["norm_backward", "norm_backward_sum", "norm_backward_few"]
+    assert [(launch.specialisation.kernel, launch.short) for launch in driver.launches] == [
+        (kernel, short) for short in (False, True) for kernel in kernels
+    ]
+
+
+def test_given_gradients_count_their_versions(driver: Driver, torch_library: TorchLibrary) -> None:
+    arrays, call = backward_call(torch_library, out=True)
+    for count in range(3):
+        for name in ("dx_out", "dweight_out", "dbias_out"):
+            assert arrays[name]._version == count
+        call()
+    assert [launch.short for launch in driver.launches] == [False, True, True]
+
+
 def test_the_backward_of_other_dtypes_is_apart(driver: Driver, library: Any) -> None:
     """dresidual is an output of its own where its dtype differs from dx's."""
     dtype = library.empty((1,), "float32").dtype
