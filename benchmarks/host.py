@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import math
 import statistics
 import struct
@@ -112,6 +113,8 @@ class Bar(NamedTuple):
 
 
 RECORDED = "torch recorded"  # cases that begin so run with gradients on
+FORWARD, BOTH = f"{RECORDED} forward", f"{RECORDED} forward and backward"
+IN_A_ROW = 10
 LAUNCH = Case("launch", "driver", "packed, the kernel of rms_norm")
 RAW = Case("launch", "RawKernel", "cupy allocating")
 TORCH = Case("rms_norm", "torch", "torch allocating")
@@ -262,25 +265,68 @@ def qk_pairs() -> Iterator[tuple[Case, Call]]:
 
 
 def recorded() -> Iterator[tuple[Case, Call]]:
-    """Calls that autograd follows, and what a training step pays beside them."""
-    x, dout, weight = torch_tensors()
-    x.requires_grad_()
-    rstd = torch.ones(ROWS, device="cuda")
-    shape = (HIDDEN_SIZE,)
+    """Calls that autograd follows, and what a training step pays beside them.
 
-    def both(norm: Callable[[], Any]) -> Call:
-        return lambda: torch.autograd.grad(norm(), (x, weight), dout)
+    Each backward wakes autograd's own thread; a row of norms has a single one, as a model has.
+    """
+    (x, dout, weight), (residual, _, bias) = torch_tensors(), torch_tensors()
+    for tensor in (x, residual):
+        tensor.requires_grad_()
+    rstd, shape = torch.ones(ROWS, device="cuda"), (HIDDEN_SIZE,)
 
-    for impl, norm in (
-        ("ours", lambda: cr.rms_norm(x, weight, eps=EPS)),
-        ("torch", lambda: functional.rms_norm(x, shape, weight, EPS)),
+    def added(x: Any) -> Any:
+        sums = x + residual
+        return functional.rms_norm(sums, shape, weight, EPS), sums
+
+    for op, inputs, norms in (
+        (
+            "rms_norm",
+            (x, weight),
+            {
+                "ours": lambda x: cr.rms_norm(x, weight, eps=EPS),
+                "torch": lambda x: functional.rms_norm(x, shape, weight, EPS),
+            },
+        ),
+        (
+            "layer_norm",
+            (x, weight, bias),
+            {
+                "ours": lambda x: cr.layer_norm(x, weight, bias, eps=EPS),
+                "torch": lambda x: functional.layer_norm(x, shape, weight, bias, EPS),
+            },
+        ),
+        (
+            "add_rms_norm",
+            (x, residual, weight),
+            {"ours": lambda x: cr.add_rms_norm(x, residual, weight, eps=EPS), "torch": added},
+        ),
     ):
-        yield Case("rms_norm", impl, f"{RECORDED} forward"), norm
-        yield Case("rms_norm", impl, f"{RECORDED} forward and backward"), both(norm)
+        for impl, norm in norms.items():
+            forward: Call = functools.partial(norm, x)
+            yield Case(op, impl, FORWARD), forward
+
+            def both(forward: Call = forward, inputs: Any = inputs) -> Any:
+                made: Any = forward()
+                outputs = made if isinstance(made, tuple) else (made,)
+                return torch.autograd.grad(outputs, inputs, len(outputs) * (dout,))
+
+            def row(norm: Any = norm, inputs: Any = inputs) -> Any:
+                y = x
+                for _ in range(IN_A_ROW):
+                    y = norm(y)
+                return torch.autograd.grad(y, inputs, dout)
+
+            yield Case(op, impl, BOTH), both
+            if op != "add_rms_norm":
+                yield Case(op, impl, f"{BOTH}, {IN_A_ROW} in a row"), row
     plain, fixed = x.detach(), weight.detach()
     yield (
         Case("rms_norm_backward", "ours", "torch allocating"),
         lambda: cr.rms_norm_backward(dout, plain, fixed, rstd, eps=EPS),
+    )
+    yield (
+        Case("layer_norm_backward", "ours", "torch allocating"),
+        lambda: cr.layer_norm_backward(dout, plain, fixed, rstd, rstd, bias=fixed, eps=EPS),
     )
 
 
