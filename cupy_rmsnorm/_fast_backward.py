@@ -24,7 +24,7 @@ Done = tuple[Any, Any, Any, Any]  # dx, dresidual, dweight and dbias
 # The inputs in the order of _INPUTS; dx_out, dweight_out and dbias_out; need_dx and need_dweight.
 Arguments = tuple[Any, ...]
 
-_INPUTS = ("dout", "x", "weight", "mean", "rstd", "dresidual_out", "bias")
+_INPUTS = ("dout", "x", "dresidual_out", "weight", "mean", "rstd", "bias")  # bias last
 _OUTPUTS = ("dx", "dresidual", "dweight", "dbias")
 _WORKSPACE = ("dweight_parts", "dbias_parts")
 _ARRAYS = (*_INPUTS, *_OUTPUTS, *_WORKSPACE)
@@ -131,7 +131,7 @@ class BackwardEntry:
 
 def backward(kept: Kept, arguments: Arguments, learnt: BackwardEntry | None = None) -> Done | None:
     """The gradients, or None: the call has to take the general road; as `_fast.forward`."""
-    dout, x, weight, mean, rstd, dresidual_out, bias, *given, need_dx, need_dweight = arguments
+    dout, x, dresidual_out, weight, mean, rstd, bias, *given, need_dx, need_dweight = arguments
     dx_out, dweight_out, dbias_out = given
     library = _fast.libraries.get(type(x))
     if library is None or type(need_dx) is not bool or type(need_dweight) is not bool:
@@ -139,25 +139,21 @@ def backward(kept: Kept, arguments: Arguments, learnt: BackwardEntry | None = No
     device = _device.ready()
     at = []
     kind: list[Hashable] = [device, need_dx, need_dweight]
-    strides, strided, contiguous = library.strides, library.strided_input, library.input
-    for array, look in (
-        (dout, strided),
-        (x, strided),
-        (weight, contiguous),
-        (mean, contiguous),
-        (rstd, contiguous),
-        (dresidual_out, strided),
-        (bias, contiguous),
+    strides = library.strides
+    for look, arrays in (
+        (library.strided_input, (dout, x, dresidual_out)),
+        (library.input, (weight, mean, rstd, bias)),
     ):
-        if array is None:
-            at.append(0)
-            kind.append(None)
-        else:
-            address = look(array, device)
-            if not address:
-                return None
-            at.append(address)
-            kind += (array.dtype, array.shape, strides(array))
+        for array in arrays:
+            if array is None:
+                at.append(0)
+                kind.append(None)
+            else:
+                address = look(array, device)
+                if not address:
+                    return None
+                at.append(address)
+                kind += (array.dtype, array.shape, strides(array))
     at += (0, 0, 0, 0, 0, 0)
     if not dx_out is dweight_out is dbias_out is None:
         for place, array in zip((_DX, _DX + 2, _DX + 3), given, strict=True):

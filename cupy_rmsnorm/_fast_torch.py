@@ -27,22 +27,23 @@ def library(torch: Any) -> Library:
     current_device = _device.runtime().getDevice
     new = _torch_memory.new(torch)
 
-    def address(array: Any, device: int) -> int:
-        if forward_ad._current_level >= 0:  # where it may be a dual tensor
-            return 0
-        try:
-            return array.data_ptr() if array.get_device() == device else 0
-        except RuntimeError:
-            return 0  # no memory of its own, as within vmap
-
     def strided_input(array: Any, device: int) -> int:
         cls = type(array)
         if cls is not tensor and cls is not parameter:
             return 0
-        return 0 if array.requires_grad and grad_enabled() else address(array, device)
+        if forward_ad._current_level >= 0:  # where it may be a dual tensor
+            return 0
+        try:
+            if array.get_device() != device or (array.requires_grad and grad_enabled()):
+                return 0
+            return array.data_ptr()  # type: ignore[no-any-return]
+        except RuntimeError:
+            return 0  # no memory of its own, as within vmap
 
     def strided_output(array: Any, device: int) -> int:
-        return 0 if type(array) is not tensor or array.requires_grad else address(array, device)
+        if type(array) is not tensor or array.requires_grad:
+            return 0
+        return strided_input(array, device)
 
     def input(array: Any, device: int) -> int:
         at = strided_input(array, device)
@@ -63,6 +64,8 @@ def library(torch: Any) -> Library:
         weight_dtype = weight_shape = bias_dtype = bias_shape = None
         residual_dtype = residual_shape = y_dtype = y_shape = None
         residual_out_dtype = residual_out_shape = None
+        if x.requires_grad and grad_enabled():
+            return None
         # The negative bit is not asked for, which costs more than a pointer: a view that has it
         # skips every other number, and kernels take its rows without a copy only where they have
         # a single element.

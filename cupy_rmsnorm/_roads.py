@@ -87,6 +87,9 @@ def normalize(
                 done = library.road(kept, x, None, weight, bias, out, None)
                 if done is not None:
                     return done[0]  # type: ignore[no-any-return]
+    if kept is not None and out is None and _recorded(x, weight, bias):
+        call = function, norm, options, None, None, out_dtype
+        return _autograd().apply(x, None, weight, bias, call)  # type: ignore[no-any-return]
     return normalize_anew(
         function,
         norm,
@@ -181,6 +184,9 @@ def add_normalize(
                 done = library.road(kept, x, residual, weight, bias, out, residual_out)
                 if done is not None:
                     return done[0], done[1]
+    if kept is not None and out is residual_out is None and _recorded(x, residual, weight, bias):
+        call = function, norm, options, None, None, out_dtype
+        return _autograd().apply(x, residual, weight, bias, call)  # type: ignore[no-any-return]
     outputs = normalize_anew(
         function,
         norm,

@@ -173,7 +173,7 @@ def backward(
     added: bool = False,
 ) -> Gradients[ArrayT]:
     """Run one backward function; `added` says that x is the residual_out of an add_* function."""
-    arrays = dout, x, weight, mean, rstd, dresidual_out, bias, dx_out, dweight_out, dbias_out
+    arrays = dout, x, dresidual_out, weight, mean, rstd, bias, dx_out, dweight_out, dbias_out
     arguments, kept = (*arrays, need_dx, need_dweight), None
     if where is None and valid_rows is None:
         dtypes = None if dweight_dtype is None and x_dtype is None else (dweight_dtype, x_dtype)

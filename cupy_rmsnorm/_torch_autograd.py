@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from . import _refuse, _run
+from . import _fast, _refuse, _run
 from ._call import Norm
 from ._check import Options
 
@@ -31,16 +31,14 @@ def normalize(
     residual_out: Any,
 ) -> _run.Outputs[Any]:
     """Run rms_norm or layer_norm, or one of their add_* forms."""
-    if not out is residual_out is where is valid_rows is None:
-        refuse_unrecorded(
-            {"x": x, "residual": residual, "weight": weight, "bias": bias},
-            options,
-            where,
-            valid_rows,
-            {"out": out, "residual_out": residual_out},
-        )
-    call = function, norm, options, where, valid_rows, out_dtype
-    made = _apply_norm(x, residual, weight, bias, call)
+    refuse_unrecorded(
+        {"x": x, "residual": residual, "weight": weight, "bias": bias},
+        options,
+        where,
+        valid_rows,
+        {"out": out, "residual_out": residual_out},
+    )
+    made = apply(x, residual, weight, bias, (function, norm, options, where, valid_rows, out_dtype))
     y, sums = made if isinstance(made, tuple) else (made, None)
     return _run.Outputs(y, sums, None, None)
 
@@ -148,31 +146,37 @@ class _Norm(_Node):
         call: tuple[str, Norm, _run.Values, Any, Any, Any],  # torch looks at each argument
     ) -> Any:
         function, norm, options, where, valid_rows, out_dtype = call
-        adds = function.startswith("add_")
-        outputs = _run.forward(
-            f"{function}_forward",
-            norm,
-            x,
-            weight,
-            bias,
-            options,
-            where=where,
-            valid_rows=valid_rows,
-            out_dtype=out_dtype,
-            residual=residual,
-            adds=adds,
-            statistics=True,
-        )
-        y, sums = outputs.y, outputs.residual_out
-        if not ctx.needs_input_grad[3]:
-            bias = None
-        tensors: list[Any] = [weight, bias, where, valid_rows]
-        constants = {}
-        for place, value in enumerate(tensors):
-            if value is not None and not isinstance(value, torch.Tensor):
-                constants[place], tensors[place] = value, None
+        adds, function_forward = function.startswith("add_"), f"{function}_forward"
+        tensors = [weight, bias if ctx.needs_input_grad[3] else None, where, valid_rows]
+        constants: dict[int, Any] = {}  # those that are none, by place; the short road takes none
+        kept = done = None
+        if where is None and valid_rows is None and (residual is not None) == adds:
+            kept = _fast.kept(function_forward, options, out_dtype)
+            if kept is not None:
+                done = _fast.forward(kept, x, residual, weight, bias, None, None)
+        if done is None:
+            outputs = _run.forward(
+                function_forward,
+                norm,
+                x,
+                weight,
+                bias,
+                options,
+                where=where,
+                valid_rows=valid_rows,
+                out_dtype=out_dtype,
+                residual=residual,
+                adds=adds,
+                statistics=True,
+                kept=kept,
+            )
+            done = outputs.y, outputs.residual_out, outputs.mean, outputs.rstd
+            for place, value in enumerate(tensors):
+                if value is not None and not isinstance(value, torch.Tensor):
+                    constants[place], tensors[place] = value, None
+        y, sums, mean, rstd = done
         row = sums if adds else x
-        ctx.save_for_backward(row, outputs.mean, outputs.rstd, *tensors)
+        ctx.save_for_backward(row, mean, rstd, *tensors)
         ctx.set_materialize_grads(False)
         x_dtype = x.dtype if adds and x.dtype != row.dtype else None
         ctx.call = function, norm, options, constants, x_dtype, y.dtype
@@ -225,7 +229,7 @@ class _Norm(_Node):
 
 INPUTS = 5  # of _Norm.forward
 # _Norm.apply without its Python, which looks for transforms of torch.func: none is active here.
-_apply_norm = super(torch.autograd.Function, _Norm).apply
+apply = super(torch.autograd.Function, _Norm).apply
 
 
 class _QKNorm(_Node):
