@@ -15,7 +15,10 @@ from typing import Any
 
 import torch
 
+from . import _torch_autograd
 from ._api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from ._api_backward import add_layer_norm_backward, add_rms_norm_backward
+from ._api_forward import layer_norm_forward, rms_norm_forward
 from ._torch_modules import axis_of, check_shape, eps_for
 
 FLOAT32 = torch.float32
@@ -41,6 +44,10 @@ class Replacement:
 
     __slots__ = ("eps", "module")
     forward: Callable[..., Any]
+    # What computes it beside a residual add, and beside x; and the backward of the latter.
+    add_norm: Any = staticmethod(add_rms_norm)
+    norm_forward: Any = staticmethod(rms_norm_forward)
+    norm_backward: Any = staticmethod(add_rms_norm_backward)
 
     def __init__(self, module: Any, eps: Any) -> None:
         self.module = module
@@ -48,15 +55,18 @@ class Replacement:
 
     def norm(self, x: Any, weight: Any) -> Any:
         """What `forward` returns, by this library."""
-        raise NotImplementedError
+        return rms_norm(x, weight, **self.options(x))
 
-    def add_norm(self, x: Any, residual: Any, weight: Any) -> Any:
-        """`norm` of ``x + residual``, all of weight's dtype, and that sum."""
+    def options(self, x: Any) -> dict[str, Any]:
+        """What the functions above are told where x has the weight's dtype."""
         raise NotImplementedError
 
     def weight(self) -> Any:
         weight = self.module._parameters.get("weight")
         return self.module.weight if weight is None else weight
+
+    def bias(self) -> Any:
+        return None
 
     def run(self, x: Any) -> Any:
         """`norm`, or the module's own forward where this library refuses the call.
@@ -73,19 +83,73 @@ class Replacement:
         return type(self.module).forward(self.module, x)
 
     def run_added(self, x: Any, residual: Any) -> Any:
-        """`add_norm`; None where this library refuses the call, or would give other dtypes."""
+        """`norm` of ``x + residual``, and that sum.
+
+        None where this library refuses the call, or would return other dtypes.
+        """
         weight = self.weight()
-        tensors = (x, residual) if weight is None else (x, residual, weight)
-        for tensor in tensors:
-            if not isinstance(tensor, torch.Tensor) or tensor.dtype is not x.dtype:
-                return None
-        # Nothing would catch what an operator raises once it is compiled.
-        if x.shape != residual.shape or (torch.compiler.is_compiling() and not _taken(x, weight)):
+        if not _of_one_dtype(x, residual, weight) or x.shape != residual.shape:
             return None
         try:
-            return self.add_norm(x, residual, weight)
+            return self.add_norm(x, residual, weight, self.bias(), **self.options(x))
         except (TypeError, ValueError):  # before anything is computed
             return None
+
+    def run_beside(self, x: Any) -> Any:
+        """`norm` of x, and x as another result of the same node.
+
+        None as in `run_added`, and where x has no gradient to add.
+        """
+        weight = self.weight()
+        if not _of_one_dtype(x, x, weight) or not x.requires_grad:
+            return None
+        try:
+            return _Beside.apply(x, weight, self.bias(), self, self.options(x))
+        except (TypeError, ValueError):  # before anything is computed
+            return None
+
+
+class _Beside(_torch_autograd._Node):
+    """The node of a norm beside its own x: backward adds the gradient of that."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Any, weight: Any, bias: Any, replacement: Replacement, options: dict[str, Any]
+    ) -> Any:
+        y, *statistics = replacement.norm_forward(x, weight, bias, **options)
+        ctx.save_for_backward(x, weight, bias, *statistics)
+        ctx.set_materialize_grads(False)
+        ctx.replacement = replacement
+        ctx.options = {name: value for name, value in options.items() if name != "out_dtype"}
+        return y, x.detach()  # x itself would come out as a view that nothing may write to
+
+    @staticmethod
+    def gradients(ctx: Any, saved: tuple[Any, ...], *douts: Any) -> tuple[Any, ...]:
+        dout, dbeside = douts
+        if dout is None:
+            return dbeside, None, None, None, None
+        x, weight, bias, *statistics = saved
+        dx, _, dweight, dbias = ctx.replacement.norm_backward(
+            dout,
+            dbeside,
+            x,
+            weight,
+            *statistics,
+            bias=bias if ctx.needs_input_grad[2] else None,
+            need_dx=ctx.needs_input_grad[0],
+            need_dweight=ctx.needs_input_grad[1],
+            **ctx.options,
+        )
+        return dx, dweight, dbias, None, None
+
+
+def _of_one_dtype(x: Any, other: Any, weight: Any) -> bool:
+    """Whether these are tensors that may be fused; a weight may be None."""
+    tensors = (x, other) if weight is None else (x, other, weight)
+    if not all(isinstance(t, torch.Tensor) and t.dtype is x.dtype for t in tensors):
+        return False
+    # As in `run`.
+    return not torch.compiler.is_compiling() or _taken(x, weight)
 
 
 def _taken(x: Any, weight: Any) -> bool:
@@ -107,8 +171,8 @@ class LlamaForward(Replacement):
         promoted = torch.promote_types(dtype, weight.dtype)
         return rms_norm(x, weight, eps=self.eps, cast="before_weight", out_dtype=promoted)
 
-    def add_norm(self, x: Any, residual: Any, weight: Any) -> Any:
-        return add_rms_norm(x, residual, weight, eps=self.eps, cast="before_weight")
+    def options(self, x: Any) -> dict[str, Any]:
+        return {"eps": self.eps, "cast": "before_weight"}
 
 
 class T5Forward(LlamaForward):
@@ -134,11 +198,8 @@ class OnceForward(Replacement):
     def forward(self, hidden_states: Any) -> Any:
         return self.run(hidden_states)
 
-    def norm(self, x: Any, weight: Any) -> Any:
-        return rms_norm(x, weight, eps=self.eps)
-
-    def add_norm(self, x: Any, residual: Any, weight: Any) -> Any:
-        return add_rms_norm(x, residual, weight, eps=self.eps)
+    def options(self, x: Any) -> dict[str, Any]:
+        return {"eps": self.eps}
 
 
 class GemmaForward(Replacement):
@@ -149,11 +210,8 @@ class GemmaForward(Replacement):
     def forward(self, x: Any) -> Any:
         return self.run(x)
 
-    def norm(self, x: Any, weight: Any) -> Any:
-        return rms_norm(x, weight, eps=self.eps, weight_offset=1.0)
-
-    def add_norm(self, x: Any, residual: Any, weight: Any) -> Any:
-        return add_rms_norm(x, residual, weight, eps=self.eps, weight_offset=1.0)
+    def options(self, x: Any) -> dict[str, Any]:
+        return {"eps": self.eps, "weight_offset": 1.0}
 
 
 class TorchForward(Replacement):
@@ -174,46 +232,31 @@ class TorchRMSForward(TorchForward):
     def forward(self, x: Any) -> Any:
         return self.run(x)
 
-    def norm(self, x: Any, weight: Any) -> Any:
-        if weight is None:
+    def options(self, x: Any) -> dict[str, Any]:
+        if self.weight() is None:
             check_shape(x, self.module.normalized_shape)
         dtype = _out_dtype(x) if AUTOCASTS_RMS_NORM else None
-        return rms_norm(x, weight, eps=eps_for(self.eps, x), axis=self.axis, out_dtype=dtype)
-
-    def add_norm(self, x: Any, residual: Any, weight: Any) -> Any:
-        if weight is None:
-            check_shape(x, self.module.normalized_shape)
-        dtype = _out_dtype(x) if AUTOCASTS_RMS_NORM else None
-        eps = eps_for(self.eps, x)
-        return add_rms_norm(x, residual, weight, eps=eps, axis=self.axis, out_dtype=dtype)
+        return {"eps": eps_for(self.eps, x), "axis": self.axis, "out_dtype": dtype}
 
 
 class TorchLayerForward(TorchForward):
     """torch.nn.LayerNorm, autocast included."""
 
     __slots__ = ()
+    add_norm = staticmethod(add_layer_norm)
+    norm_forward = staticmethod(layer_norm_forward)
+    norm_backward = staticmethod(add_layer_norm_backward)
 
     def forward(self, input: Any) -> Any:
         return self.run(input)
 
     def norm(self, x: Any, weight: Any) -> Any:
-        if weight is None:
-            check_shape(x, self.module.normalized_shape)
-        dtype = _out_dtype(x)
-        return layer_norm(x, weight, self.bias(), eps=self.eps, axis=self.axis, out_dtype=dtype)
+        return layer_norm(x, weight, self.bias(), **self.options(x))
 
-    def add_norm(self, x: Any, residual: Any, weight: Any) -> Any:
-        if weight is None:
+    def options(self, x: Any) -> dict[str, Any]:
+        if self.weight() is None:
             check_shape(x, self.module.normalized_shape)
-        return add_layer_norm(
-            x,
-            residual,
-            weight,
-            self.bias(),
-            eps=self.eps,
-            axis=self.axis,
-            out_dtype=_out_dtype(x),
-        )
+        return {"eps": self.eps, "axis": self.axis, "out_dtype": _out_dtype(x)}
 
     def bias(self) -> Any:
         bias = self.module._parameters.get("bias")

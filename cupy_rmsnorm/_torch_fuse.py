@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The residual add before a norm, done by the norm's kernel, for `patch`.
+"""The adds of a residual, done by the kernels of the norm beside them, for `patch`.
 
 A decoder layer of transformers says
 
+    residual = hidden_states
+    hidden_states = self.input_layernorm(hidden_states)
+    ...
     hidden_states = residual + hidden_states
     residual = hidden_states
     hidden_states = self.post_attention_layernorm(hidden_states)
 
-and a fused one, in their place,
+and a fused one, in their places,
 
+    hidden_states, residual = norm_beside(hidden_states, self.input_layernorm)
+    ...
     hidden_states, residual = add_norm(residual, hidden_states, self.post_attention_layernorm)
 
-Its forward is its class's own, compiled once more from the text of its module with only this
-changed, around it the decorators that its class's has, with their closures. What the norm is, and
-whether it may be run so, `add_norm` asks at each call.
+where backward adds the gradients of both results in the norm's kernel. Its forward is its class's
+own, compiled once more from the text of its module with only this changed, around it the
+decorators that its class's has, with their closures. What the norm is, and whether it may be run
+so, both ask at each call.
 """
 
 from __future__ import annotations
@@ -29,28 +35,44 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ._torch_forwards import Replacement
 
-ADD_NORM = "_cupy_rmsnorm_add_norm"  # a keyword of the forward that is compiled
-
 
 def add_norm(x: Any, residual: Any, norm: Any) -> Any:
     """``norm(x + residual)`` and the sum: in one kernel where nothing would see the difference."""
-    replacement = getattr(norm.forward, "__self__", None)
-    if isinstance(replacement, Replacement) and not _has_hooks(norm):
-        made = replacement.run_added(x, residual)
-        if made is not None:
-            return made
+    replacement = _replacement(norm)
+    made = None if replacement is None else replacement.run_added(x, residual)
+    if made is not None:
+        return made
     total = x + residual
     return norm(total), total
 
 
-def _has_hooks(module: Any) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+def norm_beside(x: Any, norm: Any) -> Any:
+    """``norm(x)`` and x, whose gradients one kernel adds. No operator: a graph adds them apart."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        replacement = _replacement(norm)
+        made = None if replacement is None else replacement.run_beside(x)
+        if made is not None:
+            return made
+    return norm(x), x
+
+
+def _replacement(norm: Any) -> Replacement | None:
+    """What stands in for a norm's forward, unless hooks would miss its call."""
+    replacement = getattr(norm.forward, "__self__", None)
+    if not isinstance(replacement, Replacement) or (
+        norm._forward_hooks
+        or norm._forward_pre_hooks
+        or norm._backward_hooks
+        or norm._backward_pre_hooks
         or _has_any_global_hook()
-    )
+    ):
+        return None
+    return replacement
+
+
+# What a fused forward calls, by the keywords that it is compiled with.
+ADD_NORM, NORM_BESIDE = "_cupy_rmsnorm_add_norm", "_cupy_rmsnorm_norm_beside"
+FUNCTIONS = {ADD_NORM: add_norm, NORM_BESIDE: norm_beside}
 
 
 class FusedLayer:
@@ -90,7 +112,7 @@ class FusedLayer:
 
 @functools.lru_cache(maxsize=256)
 def fused(forward: Any, norms: tuple[str, ...]) -> FunctionType | str | None:
-    """`forward` with `add_norm` before these norms; why not; None where there is no such add."""
+    """`forward` with the adds at these norms fused; why not; None where there is no such add."""
     if not isinstance(forward, FunctionType):
         return None
     wrapped = getattr(forward, "__wrapped__", None)
@@ -99,7 +121,7 @@ def fused(forward: Any, norms: tuple[str, ...]) -> FunctionType | str | None:
         if not isinstance(code, CodeType):
             return code
         made = _copy(forward, code, forward.__closure__)
-        made.__kwdefaults__ = {**(forward.__kwdefaults__ or {}), ADD_NORM: add_norm}
+        made.__kwdefaults__ = {**(forward.__kwdefaults__ or {}), **FUNCTIONS}
         return made
     inner = fused(wrapped, norms)
     if not isinstance(inner, FunctionType):
@@ -134,7 +156,7 @@ def _copy(function: Any, code: CodeType, closure: Any) -> FunctionType:
 
 
 def _fused_code(function: FunctionType, norms: tuple[str, ...]) -> CodeType | str | None:
-    """The code of a function with `add_norm` in it.
+    """The code of a function that calls `FUNCTIONS`.
 
     The whole file is compiled, and not run, so that the function's code differs from the one that
     runs by nothing else: neither in its closure nor in the lines that a traceback shows.
@@ -164,39 +186,51 @@ def _defines(node: ast.AST, code: CodeType) -> bool:
 
 
 def _fuse(definition: Any, norms: tuple[str, ...]) -> bool:
-    """Put `add_norm` where it fits; whether there was such a place."""
+    """Call `FUNCTIONS` where they fit; whether there was such a place."""
     arguments = definition.args
     own_name = (*arguments.posonlyargs, *arguments.args)[0].arg
     before = ast.dump(definition)
     for node in ast.walk(definition):
         for name in ("body", "orelse", "finalbody"):
             block: Any = getattr(node, name, None)
-            for i in reversed(range(len(block) - 2)) if isinstance(block, list) else ():
-                statement = _one_statement(block[i : i + 3], own_name, norms)
-                if statement is not None:
-                    block[i : i + 3] = [statement]
+            for count in (3, 2) if isinstance(block, list) else ():
+                for i in reversed(range(len(block) - count + 1)):
+                    statement = _one_statement(block[i : i + count], own_name, norms)
+                    if statement is not None:
+                        block[i : i + count] = [statement]
     if ast.dump(definition) == before:
         return False
-    arguments.kwonlyargs.append(ast.arg(ADD_NORM))
-    arguments.kw_defaults.append(ast.Constant(None))
+    arguments.kwonlyargs += map(ast.arg, FUNCTIONS)
+    arguments.kw_defaults += [ast.Constant(None) for _ in FUNCTIONS]
     ast.fix_missing_locations(definition)
     return True
 
 
-def _one_statement(three: list[Any], own_name: str, norms: tuple[str, ...]) -> Any:
-    match three:
-        case [
-            ast.Assign([ast.Name(total)], ast.BinOp(x, ast.Add(), residual)),
-            ast.Assign([ast.Name() as kept], ast.Name(copied)),
+def _one_statement(block: list[Any], own_name: str, norms: tuple[str, ...]) -> Any:
+    """The statement that does what two or three of a block do; None for others."""
+    *add, copies, normalises = block
+    match copies, normalises:
+        case (
+            ast.Assign([ast.Name(residual) as kept], ast.Name(copied) as source),
             ast.Assign(
                 [ast.Name(normed) as y],
                 ast.Call(ast.Attribute(ast.Name(owner), name) as norm, [ast.Name(given)], []),
-            ) as last,
-        ] if total == copied == normed == given and owner == own_name and name in norms:
-            call = ast.Call(ast.Name(ADD_NORM, ast.Load()), [x, residual, norm], [])
-            made = ast.Assign([ast.Tuple([y, kept], ast.Store())], call)
-            return ast.copy_location(made, last)
-    return None
+            ),
+        ) if copied == normed == given != residual and owner == own_name and name in norms:
+            function = NORM_BESIDE
+            operands: list[Any] = [source]
+        case _:
+            return None
+    match add:
+        case []:
+            pass
+        case [ast.Assign([ast.Name(total)], ast.BinOp(x, ast.Add(), other))] if total == given:
+            function, operands = ADD_NORM, [x, other]
+        case _:
+            return None
+    call = ast.Call(ast.Name(function, ast.Load()), [*operands, norm], [])
+    made = ast.Assign([ast.Tuple([y, kept], ast.Store())], call)
+    return ast.copy_location(made, normalises)
 
 
 def _compiled(tree: ast.Module, like: CodeType) -> CodeType | None:

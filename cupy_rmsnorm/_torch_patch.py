@@ -72,13 +72,13 @@ class PatchReport:
     def __str__(self) -> str:
         lines = [_count("norms replaced", self.replaced)]
         if self.fused:
-            lines.append(_count("layers add the residual in the norm's kernel", self.fused))
+            lines.append(_count("layers add residuals in the kernels of norms", self.fused))
         reasons: dict[str, list[str]] = {}
         for name, reason in self.left.items():
             reasons.setdefault(reason, []).append(name)
         for reason, names in reasons.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            lines.append(f"{names[0]}{more} left: {reason}")
+            lines.append(f"{names[0] or 'the model'}{more} left: {reason}")
         return "\n".join(lines)
 
 
@@ -99,10 +99,10 @@ def patch(model: Any, *, fuse_add: bool = True) -> PatchReport:
     nested tensor, another device) is left to the module's own forward.
 
     Layers that add a residual just before such a norm, as the decoder layers of these models do,
-    run both in one kernel, and backward likewise: their forward is compiled again from its source
-    with these statements made one. The norm then sees the unrounded sum, as in `add_rms_norm`; in
-    float32 nothing changes. A norm with hooks, or on tensors of several dtypes, runs apart as
-    before.
+    run both in one kernel, and backward adds a residual's gradient in the kernel of the norm beside
+    it: their forward is compiled again from its source with these statements made one. The norm
+    then sees the unrounded sum, as in `add_rms_norm`; in float32 nothing changes. A norm with
+    hooks, or on tensors of several dtypes, runs apart as before.
 
     `unpatch` restores the model. A patched model may be copied, pickled, moved and trained; eps is
     read when it is patched. Patch before `torch.compile`. `torch.nn.DataParallel` does not work on
@@ -113,13 +113,13 @@ def patch(model: Any, *, fuse_add: bool = True) -> PatchReport:
     model : torch.nn.Module
         Changed in place, with all modules in it.
     fuse_add : bool, default True
-        Whether layers may add their residual in a norm's kernel.
+        Whether layers may add residuals and their gradients in the kernels of norms.
 
     Returns
     -------
     PatchReport
         ``replaced``, a dict from a norm's name to its class; ``fused``, from the name of a layer
-        that adds in a norm's kernel to its class; ``left``, from a name to the reason why that
+        that adds in the kernels of norms to its class; ``left``, from a name to the reason why that
         norm or layer was left. Printed, a summary.
 
     Raises
@@ -211,7 +211,7 @@ def _bound(module: Any) -> str | None:
 
 
 def _fused_layer(module: Any) -> FusedLayer | str | None:
-    """What may stand in for a layer; why nothing may; None where no add precedes a patched norm."""
+    """What may stand in for a layer; why nothing may; None where it adds beside no patched norm."""
     norms = tuple(
         name for name, child in module.named_children() if _is_patched(child, Replacement)
     )

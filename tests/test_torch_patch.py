@@ -35,7 +35,7 @@ class Norms(NamedTuple):
     weight_offset: float = 0.0
     eps: str = "variance_epsilon"
     norm: str = "rms"
-    adds: int = 2  # layers that add a residual just before a norm
+    adds: int = 2  # layers that keep a residual beside a norm
 
 
 NORMS = {
@@ -46,7 +46,7 @@ NORMS = {
     "Gemma": Norms("GemmaRMSNorm", 5, "once", 1.0, "eps"),
     "Gemma2": Norms("Gemma2RMSNorm", 9, "once", 1.0, "eps"),
     "Gemma3": Norms("Gemma3RMSNorm", 13, "once", 1.0, "eps"),
-    "Phi": Norms("LayerNorm", 3, "once", eps="eps", norm="layer", adds=0),
+    "Phi": Norms("LayerNorm", 3, "once", eps="eps", norm="layer"),
     "Phi3": Norms("Phi3RMSNorm", 5),
     "DeepseekV3": Norms("DeepseekV3RMSNorm", 9),
     "T5": Norms("T5LayerNorm", 12, adds=0),
