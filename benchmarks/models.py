@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import race
 
 FIRST_STEPS = 3  # not counted: they compile
+FIRST_ROUNDS = 6  # not counted: steps of a GPU that was idle vary three times as much
 ROUNDS = 20
 DECODED = 4  # tokens a decode step is the mean of
 PROMPT, CACHE = 512, 1024
@@ -444,6 +445,7 @@ def run_case(
             steps[impl] = step
         except Exception as error:
             left_out.append({"case": case, "impl": impl, "reason": race.reason(error)})
+    interleaved(steps, FIRST_ROUNDS)
     seconds = interleaved(steps, rounds)
     return rows_of(case, size, seconds, "compile" if "compiled" in case else "torch"), left_out
 

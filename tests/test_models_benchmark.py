@@ -57,6 +57,7 @@ def test_steps_are_taken_in_turns() -> None:
 def test_it_runs_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cases that a GPU alone has are left out; Liger may be missing and is named."""
     monkeypatch.setattr(models, "FIRST_STEPS", 1)
+    monkeypatch.setattr(models, "FIRST_ROUNDS", 0)
     file = tmp_path / "models.json"
     arguments = ["--tiny", "--rounds", "2", "--json", str(file)]
     models.main([*arguments, "--only", "decode"])
