@@ -1271,6 +1271,20 @@ def test_given_gradients_count_their_versions(driver: Driver, torch_library: Tor
     assert [launch.short for launch in driver.launches] == [False, True, True]
 
 
+def test_gradients_that_torch_made_otherwise_are_left_to_the_general_road(
+    driver: Driver, torch_library: TorchLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = torch_library.torch
+    monkeypatch.setattr(_torch_memory, "new", lambda torch: lambda *layout: None)
+    made = torch.nn.Parameter(torch_library.empty((ROWS, HIDDEN_SIZE)))
+    _, call = backward_call(torch_library)
+    call()
+    with mock.patch.object(torch.Tensor, "new_empty", return_value=made):
+        call()
+    call()
+    assert [launch.short for launch in driver.launches] == [False, False, True]
+
+
 def test_the_backward_of_other_dtypes_is_apart(driver: Driver, library: Any) -> None:
     """dresidual is an output of its own where its dtype differs from dx's."""
     dtype = library.empty((1,), "float32").dtype
