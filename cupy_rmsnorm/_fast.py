@@ -214,11 +214,7 @@ class Entry(Prepared):
             made = (y_at, residual_out_at, mean_at, rstd_at)
             launch, buffer = self.bind(stream, (*made, x_at, residual_at, weight_at, bias_at))
             found = launch, kind, buffer
-            with _lock:
-                if len(launches) >= LAUNCHES_LIMIT:
-                    launches.clear()
-                if self.epoch == epoch:
-                    launches[place] = found
+            keep_launch(launches, place, found, self.epoch)
         try:
             if found[0]():
                 return None
@@ -279,11 +275,12 @@ def lay_so(arrays: Iterable[Array | float | None], at: Iterable[int]) -> bool:
 class Kept:
     """What is kept of the calls of one function with equal options."""
 
-    __slots__ = ("__weakref__", "entries", "launches", "made", "out_like_x")
+    __slots__ = ("__weakref__", "entries", "launches", "made", "out_like_x", "series")
 
     def __init__(self, out_like_x: bool) -> None:
         self.entries: dict[Kind, Any] = {}  # an Entry each, or what else the function launches
         self.launches: Launches = {}
+        self.series: dict[At, Any] = {}  # launches, of functions that take several
         self.made: dict[Shape, Shape] = {}  # those of which this road has made a y
         self.out_like_x = out_like_x  # whether a new y has x's dtype
         with _lock:
@@ -293,6 +290,7 @@ class Kept:
         """Keep nothing."""
         self.entries.clear()
         self.launches.clear()
+        self.series.clear()
         self.made.clear()
 
 
@@ -373,6 +371,15 @@ def keep(kept: Kept, kind: Kind, learnt: Any) -> None:
     with _lock:
         if learnt.epoch == epoch:
             _bounded(kept.entries, LIMIT)[kind] = learnt
+
+
+def keep_launch(launches: dict[At, ItemT], place: At, launch: ItemT, epoch_: int) -> None:
+    """Keep a launch that was made by an entry of `epoch_`, unless plans may have changed since."""
+    with _lock:
+        if len(launches) >= LAUNCHES_LIMIT:
+            launches.clear()
+        if epoch_ == epoch:
+            launches[place] = launch
 
 
 def forward(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from . import _device, _fast, _fast_learn
 from ._call import Backward
 from ._dtypes import TABLE
-from ._fast import ALIGNMENT, LIMIT, At, Kept, Library, Prepared, reach
+from ._fast import ALIGNMENT, Kept, Library, Prepared, reach
 
 if TYPE_CHECKING:
     from ._cuda_backward import Launches
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Done = tuple[Any, Any, Any, Any]  # dx, dresidual, dweight and dbias
 # The inputs in the order of _INPUTS; dx_out, dweight_out and dbias_out; need_dx and need_dweight.
 Arguments = tuple[Any, ...]
+# Launches with all their arguments, what they are of, and the buffers where the arguments lie.
+Series = tuple[list[Callable[[], object]], object, object]
 
 _INPUTS = ("dout", "x", "dresidual_out", "weight", "mean", "rstd", "bias")  # bias last
 _OUTPUTS = ("dx", "dresidual", "dweight", "dbias")
@@ -66,7 +68,6 @@ class BackwardEntry:
             for place, name in enumerate(_ARRAYS)
             if place < _DX or place in self._given
         ]
-        self._launches: dict[At, tuple[list[Callable[[], object]], object]] = {}
         self.qualifies = _fast.lay_so(
             [
                 outputs[name] if name in outputs else getattr(call, name, None)
@@ -75,7 +76,7 @@ class BackwardEntry:
             self._rows.was_at(),
         )
 
-    def run(self, x: Any, at: list[int], given: list[Any]) -> Done | None:
+    def run(self, kept: Kept, x: Any, at: list[int], given: list[Any]) -> Done | None:
         """Launch it, or return None where that failed.
 
         `at` are the addresses of the inputs; `given` are dx, dweight and dbias, or None for each.
@@ -88,17 +89,15 @@ class BackwardEntry:
             at[place] = library.new_at(array)
         stream = library.stream(self._device)
         key = (stream, *at)
-        found = self._launches.get(key)
-        if found is None:
+        found: Series | None = kept.series.get(key)
+        if found is None or found[1] is not self:
             if not self._fits(at, arrays):
                 return None
             rows_at, sum_at = (*at[:_BIAS], *at[_DX:]), at[_DX + 2 :]
             bound = [self._rows.bind(stream, rows_at)]
             bound += [sums.bind(stream, sum_at) for sums in self._sums]
-            found = [launch for launch, _ in bound], bound
-            if len(self._launches) >= LIMIT:
-                self._launches.clear()
-            self._launches[key] = found
+            found = [launch for launch, _ in bound], self, bound
+            _fast.keep_launch(kept.series, key, found, self.epoch)
         try:
             for launch in found[0]:
                 if launch():
@@ -168,7 +167,7 @@ def backward(kept: Kept, arguments: Arguments, learnt: BackwardEntry | None = No
         _fast.keep(kept, what, learnt)
         return None
     entry = kept.entries.get(what)
-    return None if entry is None else entry.run(x, at, given)
+    return None if entry is None else entry.run(kept, x, at, given)
 
 
 def remember(

@@ -1262,6 +1262,18 @@ def test_dx_in_the_place_of_x_takes_other_kernels(driver: Driver, library: Any) 
     ]
 
 
+def test_the_number_of_kept_launches_of_backward_is_bounded(
+    driver: Driver, library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_fast, "LAUNCHES_LIMIT", 3)
+    calls = [backward_call(library, out=True) for _ in range(5)]
+    for arrays, call in calls + calls:
+        call()
+        assert unpacked(driver.launches[-1])["dx"] == library.address(arrays["dx_out"])
+        assert all(len(kept.series) <= 3 for kept in _fast._kept.values())
+    assert [launch.short for launch in driver.launches] == [False, *9 * [True]]
+
+
 def test_given_gradients_count_their_versions(driver: Driver, torch_library: TorchLibrary) -> None:
     arrays, call = backward_call(torch_library, out=True)
     for count in range(3):
