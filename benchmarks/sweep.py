@@ -33,6 +33,7 @@ SHOWN = 4  # candidates of a shape
 
 Shape = tuple[str, str, int, int]  # operation, dtype, rows, hidden_size
 SHAPES: list[Shape] = [
+    ("rms_norm", "bfloat16", 131072, 16),
     ("rms_norm", "bfloat16", 131072, 64),
     ("rms_norm", "bfloat16", 131072, 128),
     ("rms_norm", "bfloat16", 65536, 256),
@@ -61,6 +62,9 @@ SHAPES: list[Shape] = [
     ("rms_norm", "bfloat16", 8192, 5000),
     ("layer_norm", "bfloat16", 131072, 128),
     ("layer_norm", "bfloat16", 4096, 512),
+    ("layer_norm", "bfloat16", 16384, 1536),
+    ("layer_norm", "bfloat16", 16384, 2048),
+    ("layer_norm", "bfloat16", 16384, 2560),
     ("layer_norm", "bfloat16", 16384, 4096),
     ("layer_norm", "bfloat16", 16384, 7168),
     ("layer_norm", "bfloat16", 8192, 8192),
@@ -89,8 +93,7 @@ def loads_early(kind: ForwardKind, plan: Plan, launch: _plan.Launch) -> bool:
     """Whether the weight came before the sum, which a plan only permits."""
     if plan.kernel != "norm_forward":
         return plan.early_weight
-    held = kind.staged_itemsize + kind.parameter_itemsize
-    return _plan.loads_weight_early(plan, launch, held, kind.bias is not None)
+    return _plan.loads_weight_early(plan, launch, kind.held_itemsize)
 
 
 def candidate_launches(plan: Plan, kind: ForwardKind, rows: int) -> list[_plan.Launch]:

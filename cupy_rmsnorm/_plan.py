@@ -29,19 +29,24 @@ MAX_HELD_ELEMENTS = 64
 # residual holds two arrays, so it aims at half as many; LayerNorm's second reduction favours rows
 # that one warp holds, and few warps where that is too many.
 VECS_PER_THREAD = {
-    "rms": ((8, 1), (32, 2), (64, 1), (128, 4), (288, 2), (400, 3), (512, 2), (2048, 4), (4096, 8)),
+    "rms": ((3, 1), (32, 2), (64, 1), (128, 4), (288, 2), (400, 3), (512, 2), (2048, 4), (4096, 8)),
     "add": ((16, 1), (32, 2), (64, 1), (128, 4), (400, 2), (512, 1), (2048, 2), (4096, 4)),
-    "layer": ((8, 1), (16, 4), (64, 2), (128, 4), (288, 2), (400, 3), (512, 4), (4096, 8)),
+    "layer": (
+        *((3, 1), (8, 2), (16, 4), (64, 2), (128, 4), (192, 6), (256, 4), (448, 5)),
+        *((512, 6), (1024, 5), (4096, 8)),
+    ),
     "wide layer": ((8, 1), (64, 2), (128, 4), (288, 2), (400, 3), (2048, 4), (4096, 8)),
 }
+# Threads that aim at more are fewer warps for a row, which is worth more than idle lanes in the last.
+MAX_FILLED_VECS = 4
 # Rows that vector loads do not divide move by narrow packs: longer than a warp's, many a thread.
 NARROW_PACKS = 128
 NARROW_VECS_PER_THREAD = ((1024, 5), (REGISTER_ROW_BYTES, 16))
 # Weight and bias are loaded before the sum is known where a thread then holds at most so many bytes
-# of them and its row: more would take the registers of other rows. Where rows are few no others
-# want them. A bias beside the weight pays in small blocks alone.
+# of them and its row: more would take the registers of other rows, of which small blocks have more.
+# Where rows are few no others want them.
 EARLY_WEIGHT_BYTES = 128
-EARLY_BIAS_BYTES, EARLY_BIAS_THREADS = 192, 128
+SMALL_BLOCK_EARLY_WEIGHT_BYTES, SMALL_BLOCK_THREADS = 192, 128
 FEW_ROWS_EARLY_WEIGHT_BYTES = 256
 EARLY_WEIGHT_VECS = 8  # more, of narrow packs, are as many loads in the row's way
 # Rows of up to so many bytes in all, x and residual, ask to be evicted from the L2 first, which is
@@ -149,7 +154,7 @@ def _register_plan(table: str, packs: int, vec_size: int, narrow: bool) -> Plan:
     aim = next((vecs for limit, vecs in VECS_PER_THREAD[table] if packs <= limit), 8)
     if narrow and packs > NARROW_PACKS:
         aim = next(vecs for limit, vecs in NARROW_VECS_PER_THREAD if packs <= limit)
-    if packs > WARP * aim:
+    if packs > WARP * aim and (narrow or aim <= MAX_FILLED_VECS):
         # A row that fills its warps to the last pack needs no test of where it ends.
         near = (vecs for vecs in (aim, aim + 1, aim - 1) if vecs * vec_size <= MAX_HELD_ELEMENTS)
         aim = next((vecs for vecs in near if vecs and packs % (WARP * vecs) == 0), aim)
@@ -197,7 +202,7 @@ def choose_launch(
 def lets_next_early(grid: int, block: int, sm_count: int) -> bool:
     """Whether the next kernel may take its places before the loads of a launch of norm_forward."""
     resident = -(-grid // sm_count) * block
-    return not THREADS_PER_SM // 3 < resident <= THREADS_PER_SM // 2
+    return not THREADS_PER_SM // 4 < resident <= THREADS_PER_SM // 2
 
 
 def rows_evicted_first(plan: Plan, staged_itemsize: int) -> int:
@@ -206,7 +211,7 @@ def rows_evicted_first(plan: Plan, staged_itemsize: int) -> int:
     return EVICT_FIRST_BYTES // (held * staged_itemsize)
 
 
-def loads_weight_early(plan: Plan, launch: Launch, held_itemsize: int, has_bias: bool) -> bool:
+def loads_weight_early(plan: Plan, launch: Launch, held_itemsize: int) -> bool:
     """Whether weight and bias come before the sum; `held_itemsize` counts them and the row.
 
     Rows of one warp meet at no barrier behind which the loads could hide.
@@ -216,10 +221,9 @@ def loads_weight_early(plan: Plan, launch: Launch, held_itemsize: int, has_bias:
     held = plan.vec_size * plan.vecs_per_thread * held_itemsize
     if launch.few_rows:
         most = FEW_ROWS_EARLY_WEIGHT_BYTES
-    elif not has_bias:
-        most = EARLY_WEIGHT_BYTES
     else:
-        most = EARLY_BIAS_BYTES if plan.threads_per_row <= EARLY_BIAS_THREADS else 0
+        small = plan.threads_per_row <= SMALL_BLOCK_THREADS
+        most = SMALL_BLOCK_EARLY_WEIGHT_BYTES if small else EARLY_WEIGHT_BYTES
     return held <= most and plan.vecs_per_thread <= EARLY_WEIGHT_VECS
 
 

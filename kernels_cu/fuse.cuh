@@ -304,9 +304,12 @@ template <Norm NORM, bool PARTIAL, typename A, int VEC_SIZE, typename Arguments>
 __device__ __forceinline__ A pack_sum_squares(const A (&values)[VEC_SIZE], A mean,
                                               const Arguments& arguments, long long element) {
     A sum = A(0);
+    // As an int: 64-bit comparisons of every element would cost as much as the sum.
+    const long long left = PARTIAL ? arguments.partial - element : VEC_SIZE;
+    const int count = static_cast<int>(max(0ll, min(left, static_cast<long long>(VEC_SIZE))));
 #pragma unroll
     for (int i = 0; i < VEC_SIZE; ++i) {
-        if (PARTIAL && element + i >= arguments.partial) continue;
+        if (PARTIAL && i >= count) continue;
         const A deviation = NORM == LAYER ? sub_rn(values[i], mean) : values[i];
         sum = fma_rn(deviation, deviation, sum);
     }

@@ -194,21 +194,14 @@ def test_shared_memory_follows_from_the_specialisation(arch: int) -> None:
 def test_weights_come_early_where_they_cost_no_rows() -> None:
     plan = choose_plan("rms", 8192, "bfloat16", None, 90)
     many, few = (choose_launch(plan, rows, 2, 132) for rows in (132, 131))
-    assert loads_weight_early(plan, many, 2 + 2, has_bias=False)
-    assert not loads_weight_early(plan, many, 2 + 4, has_bias=False)  # a float32 weight
-    assert not loads_weight_early(
-        plan, many, 2 + 2, has_bias=True
-    )  # bytes enough, threads too many
-    assert loads_weight_early(plan, few, 2 + 2 + 2, has_bias=True)
+    assert loads_weight_early(plan, many, 2 + 2)
+    assert not loads_weight_early(plan, many, 2 + 4)  # a float32 weight, or a bias as well
+    assert loads_weight_early(plan, few, 2 + 4)
     late = dataclasses.replace(plan, early_weight=False)
-    assert not loads_weight_early(late, few, 2 + 2, has_bias=False)
-    small = choose_plan("layer", 4096, "bfloat16", None, 90)
-    many = choose_launch(small, 10**6, 2, 132)
-    assert loads_weight_early(small, many, 2 + 2 + 2, has_bias=True)
-    assert not loads_weight_early(small, many, 2 + 4 + 4, has_bias=True)
+    assert not loads_weight_early(late, few, 2 + 2)
     one_warp = choose_plan("layer", 1024, "bfloat16", None, 90)
     many = choose_launch(one_warp, 10**6, 2, 132)
-    assert loads_weight_early(one_warp, many, 2 + 4 + 4, has_bias=True)
+    assert loads_weight_early(one_warp, many, 2 + 4 + 4)
 
 
 def test_small_calls_are_evicted_first() -> None:
@@ -235,9 +228,7 @@ def test_plans_are_the_fastest_of_the_sweep(shape: sweeps.Shape) -> None:
     chosen = dataclasses.asdict(plan)
     if plan.kernel == "norm_forward":
         launch = choose_launch(plan, rows, kind.staged_itemsize, 132)
-        held_itemsize = kind.staged_itemsize + kind.parameter_itemsize
-        has_bias = kind.bias is not None
-        chosen["early_weight"] = loads_weight_early(plan, launch, held_itemsize, has_bias)
+        chosen["early_weight"] = loads_weight_early(plan, launch, kind.held_itemsize)
     sweeps.check(shape, SWEEP[shape], chosen, NOT_THE_FASTEST)
 
 
