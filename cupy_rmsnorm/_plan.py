@@ -37,7 +37,7 @@ VECS_PER_THREAD = {
     ),
     "wide layer": ((8, 1), (64, 2), (128, 4), (288, 2), (400, 3), (2048, 4), (4096, 8)),
 }
-# Threads that aim at more are fewer warps for a row, which is worth more than idle lanes in the last.
+# Threads that aim at more are fewer warps for a row, which is worth idle lanes in the last.
 MAX_FILLED_VECS = 4
 # Rows that vector loads do not divide move by narrow packs: longer than a warp's, many a thread.
 NARROW_PACKS = 128
