@@ -169,12 +169,12 @@ def compiled_norms(model: Any, size: Size) -> Any:
 def compiled_layers(model: Any, size: Size) -> Any:
     """Every layer compiled, norms and all.
 
-    One compilation serves all layers in training; with a cache each is compiled for itself, for
-    the prompt and for a token, and behind torch's limit the rest would run as they are.
+    One compilation serves all layers in training; with a cache each is compiled for itself, and
+    behind torch's limit the rest would run as they are.
     """
     import torch
 
-    torch._dynamo.config.recompile_limit = 4 * size.config["num_hidden_layers"]
+    torch._dynamo.config.recompile_limit = 2 * size.config["num_hidden_layers"]
     for layer in model.model.layers:
         layer.compile(backend=size.compiler)
     return model
@@ -277,7 +277,8 @@ class Decoding:
         more: dict[str, Any] = {}
         if "cache_position" in known:
             more["cache_position"] = self._at[0]
-        with torch.no_grad():  # lets the cache find out what it has to hold
+        # Lets the cache find out what it has to hold; nothing is compiled for the prompt.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             first = {"cache_position": torch.arange(self._size.prompt, device=self._device)}
             model(
                 input_ids=self._prompt,
