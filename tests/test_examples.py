@@ -18,7 +18,10 @@ ROOT = Path(__file__).parents[1]
 # What the last lines say, and what the example imports.
 EXAMPLES = {
     "train_cupy": (r"loss (\d\.\d+) -> (\d\.\d+) in 60 steps", []),
-    "patched_llama": (r"7 norms replaced(?s:.+)10 modules restored\nsame tokens$", ["transformers"]),
+    "patched_llama": (
+        r"7 norms replaced(?s:.+)10 modules restored\nsame tokens$",
+        ["transformers"],
+    ),
     "decode_cuda_graph": (r"the graph agrees$", ["torch"]),
 }
 
