@@ -123,23 +123,6 @@ __host__ __device__ constexpr int least_blocks(int elements, int threads) {
     return accumulation <= 64 && !is_held<DB, X, D, R, W>(elements, threads) ? 1 : 0;
 }
 
-// The pack's values in the accumulation type. Neighbours of bfloat16 come out of their common word
-// by one instruction each; the compiler would take two for the second.
-template <typename A, typename T, int VEC_SIZE>
-__device__ __forceinline__ void widen(A (&values)[VEC_SIZE], const Pack<T, VEC_SIZE>& pack) {
-    if constexpr (is_same<T, __nv_bfloat16> && VEC_SIZE % 2 == 0) {
-        const unsigned* const words = reinterpret_cast<const unsigned*>(pack.data);
-#pragma unroll
-        for (int i = 0; i < VEC_SIZE / 2; ++i) {
-            values[2 * i] = __uint_as_float(words[i] << 16);
-            values[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-        }
-    } else if constexpr (is_array<T>) {
-#pragma unroll
-        for (int i = 0; i < VEC_SIZE; ++i) values[i] = to_float(pack.data[i]);
-    }
-}
-
 template <bool ALIGNED, typename A, typename DX, typename D, typename X, typename R, int VEC_SIZE>
 __device__ __forceinline__ void store_dx(const BackwardRow<DX, D, X, R>& at, long long element,
                                          const A (&values)[VEC_SIZE]) {

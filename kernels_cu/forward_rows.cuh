@@ -34,7 +34,10 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
 
     constexpr Hint HINT = EVICT_FIRST ? STREAM : PLAIN;
     const int thread = threadIdx.x % THREADS_PER_ROW;
-    const int row_in_block = threadIdx.x / THREADS_PER_ROW;
+    // Said for LayerNorm where it makes `computed` a constant: 4 % of its instructions. RMSNorm's
+    // registers come out worse for it: 16384 x 7168 bf16 took 1 % longer.
+    constexpr bool ONE_ROW = NORM == LAYER && MASK == ALL_ROWS && ROWS_PER_BLOCK == 1;
+    const int row_in_block = ONE_ROW ? 0 : threadIdx.x / THREADS_PER_ROW;
     const int packs = static_cast<int>(arguments.hidden_size) / VEC_SIZE;
     const long long first_of_block = static_cast<long long>(block) * ROWS_PER_BLOCK;
     const long long rows_a_pass = static_cast<long long>(blocks) * ROWS_PER_BLOCK;

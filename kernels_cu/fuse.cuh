@@ -191,16 +191,35 @@ __device__ __forceinline__ void zero_row(const RowPointers<Y, X, R, W, B>& at, l
     }
 }
 
+// The pack's values in the accumulation type. Neighbours of bfloat16 come out of their common word
+// by one instruction each; the compiler would take two for the second.
+template <typename A, typename T, int VEC_SIZE>
+__device__ __forceinline__ void widen(A (&values)[VEC_SIZE], const Pack<T, VEC_SIZE>& pack) {
+    if constexpr (is_same<T, __nv_bfloat16> && VEC_SIZE % 2 == 0) {
+        const unsigned* const words = reinterpret_cast<const unsigned*>(pack.data);
+#pragma unroll
+        for (int i = 0; i < VEC_SIZE / 2; ++i) {
+            values[2 * i] = __uint_as_float(words[i] << 16);
+            values[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+        }
+    } else if constexpr (is_array<T>) {
+#pragma unroll
+        for (int i = 0; i < VEC_SIZE; ++i) values[i] = to_float(pack.data[i]);
+    }
+}
+
 // The values that are normalised: x in the accumulation type, plus the residual where there is one.
 // A row is held as it came and this sum formed anew in every pass: it costs an instruction and
 // saves half of the registers or shared memory, or more.
 template <typename A, typename X, typename R, int VEC_SIZE>
 __device__ __forceinline__ void add_residual(A (&values)[VEC_SIZE], const Pack<X, VEC_SIZE>& x,
                                              const Pack<R, VEC_SIZE>& residual) {
+    widen(values, x);
+    if constexpr (is_array<R>) {
+        A added[VEC_SIZE];
+        widen(added, residual);
 #pragma unroll
-    for (int i = 0; i < VEC_SIZE; ++i) {
-        values[i] = to_float(x.data[i]);
-        if constexpr (is_array<R>) values[i] = add_rn(values[i], to_float(residual.data[i]));
+        for (int i = 0; i < VEC_SIZE; ++i) values[i] = add_rn(values[i], added[i]);
     }
 }
 
@@ -224,18 +243,22 @@ struct Normalise {
     __device__ __forceinline__ void operator()(Pack<Y, VEC_SIZE>& y, const A (&values)[VEC_SIZE],
                                                const Pack<W, VEC_SIZE>& weight,
                                                const Pack<B, VEC_SIZE>& bias) const {
+        A factors[VEC_SIZE];
+        A terms[VEC_SIZE];
+        widen(factors, weight);
+        widen(terms, bias);
 #pragma unroll
         for (int i = 0; i < VEC_SIZE; ++i) {
             A value = NORM == LAYER ? sub_rn(values[i], mean) : values[i];
             value = mul_rn(value, rstd);
             if constexpr (CAST_BEFORE_WEIGHT) value = to_float(from_float<X>(value));
             if constexpr (is_array<W>) {
-                value = mul_rn(value, add_rn(to_float(weight.data[i]), weight_offset));
+                value = mul_rn(value, add_rn(factors[i], weight_offset));
             } else {
                 value = mul_rn(value, add_rn(weight_constant, weight_offset));
             }
             if constexpr (is_array<B>) {
-                value = add_rn(value, to_float(bias.data[i]));
+                value = add_rn(value, terms[i]);
             } else if constexpr (is_same<B, Constant>) {
                 value = add_rn(value, bias_constant);
             }
