@@ -211,11 +211,13 @@ def mutants(file: str, text: str) -> Iterator[Mutant]:
 
 
 @functools.cache
-def specialisations(row: Any, sm_count: int = kernels.SM_COUNT) -> tuple[Any, ...]:
+def specialisations(
+    row: Any, sm_count: int = kernels.SM_COUNT, *, arch: int = ARCH
+) -> tuple[Any, ...]:
     """What the row launches."""
     if isinstance(row, kernels.ForwardRow):
-        return (row.specialisation(ARCH, sm_count),)
-    return row.specialisations(ARCH, sm_count)  # type: ignore[no-any-return]
+        return (row.specialisation(arch, sm_count),)
+    return row.specialisations(arch, sm_count)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
