@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
+import json
 import math
 import sys
 import time
@@ -265,9 +267,13 @@ def run_sweeps(
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="begin no shape after so long"
     )
+    parser.add_argument(
+        "--resume", type=Path, help="keep the other shapes of this result file, with its commit"
+    )
     options = parser.parse_args(arguments)
     race.need_gpu()
     meta = race.meta(options.rounds, options.commit) if options.json else {}
+    kept = earlier_rows(options.resume) if options.resume else {}
     rows: list[dict[str, Any]] = []
     start = time.perf_counter()
     for shape in shapes:
@@ -281,6 +287,7 @@ def run_sweeps(
             traceback.print_exc()
             continue
         rows += found
+        kept.pop(tuple(shape), None)
         copy, *candidates = found
         print(
             f"{label}: copy {copy['us']:.2f} us, {len(candidates)} candidates, "
@@ -290,7 +297,18 @@ def run_sweeps(
             if number < SHOWN or row.get("chosen"):
                 print(f"   {row['us']:8.2f} us {row['ratio']:.3f} {show(row)}", flush=True)
         if options.json:
-            options.json.write_text(race.dumps({"meta": meta, "rows": rows}))
+            others = list(itertools.chain.from_iterable(kept.values()))
+            options.json.write_text(race.dumps({"meta": meta, "rows": others + rows}))
+
+
+def earlier_rows(file: Path) -> dict[Shape, list[dict[str, Any]]]:
+    """The rows of a result file by shape, each with the commit that it was measured at."""
+    earlier = json.loads(file.read_text())
+    shapes: dict[Shape, list[dict[str, Any]]] = {}
+    for row in earlier["rows"]:
+        shape = (row["op"], row["dtype"], row["rows"], row["hidden_size"])
+        shapes.setdefault(shape, []).append({"commit": earlier["meta"]["commit"]} | row)
+    return shapes
 
 
 def show(row: dict[str, Any]) -> str:

@@ -770,3 +770,25 @@ def test_bars_on_host_cost_name_what_they_demand(
     assert demand in shown
     assert f"{holds:d} of 1 bars hold" in shown
     assert ("not measured" in shown) == (ours is None)
+
+
+def test_a_sweep_keeps_the_shapes_that_it_does_not_sweep_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import sweep
+
+    def row(hidden_size: int, us: float) -> dict[str, Any]:
+        place = {"op": "rms_norm", "dtype": "float16", "rows": 2, "hidden_size": hidden_size}
+        return place | {"impl": "copy", "us": us}
+
+    earlier, out = tmp_path / "earlier.json", tmp_path / "out.json"
+    content = {"meta": {"commit": "before"}, "rows": [row(8, 1.0), row(16, 2.0)]}
+    earlier.write_text(json.dumps(content))
+    monkeypatch.setattr(race, "need_gpu", lambda: None)
+    monkeypatch.setattr(race, "meta", lambda rounds, commit: {"commit": commit})
+    shapes = [("rms_norm", "float16", 2, 8), ("rms_norm", "float16", 2, 16)]
+    arguments = ["--only", "2x16", "--commit", "now", "--resume", str(earlier), "--json", str(out)]
+    sweep.run_sweeps("", shapes, lambda *shape: [row(shape[3], 3.0)], str, arguments)
+    written = json.loads(out.read_text())
+    assert written["meta"] == {"commit": "now"}
+    assert written["rows"] == [{"commit": "before"} | row(8, 1.0), row(16, 3.0)]
