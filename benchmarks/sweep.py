@@ -95,7 +95,7 @@ def loads_early(kind: ForwardKind, plan: Plan, launch: _plan.Launch) -> bool:
     """Whether the weight came before the sum, which a plan only permits."""
     if plan.kernel != "norm_forward":
         return plan.early_weight
-    return _plan.loads_weight_early(plan, launch, kind.held_itemsize)
+    return _plan.loads_weight_early(plan, launch, kind.staged_itemsize, kind.parameter_itemsize)
 
 
 def candidate_launches(plan: Plan, kind: ForwardKind, rows: int) -> list[_plan.Launch]:

@@ -70,10 +70,9 @@ class ForwardKind:
         return row_itemsize(self.x, self.residual)
 
     @property
-    def held_itemsize(self) -> int:
-        """Bytes that one element of a row, its weight and its bias take in registers."""
-        parameters = (TABLE[name].itemsize for name in (self.weight, self.bias) if name in TABLE)
-        return self.staged_itemsize + sum(parameters)
+    def parameter_itemsize(self) -> int:
+        """Bytes of an element of weight and bias, where they are arrays."""
+        return sum(TABLE[name].itemsize for name in (self.weight, self.bias) if name in TABLE)
 
 
 def forward_plan(kind: ForwardKind, hidden_size: int, device: int) -> Plan:
@@ -266,7 +265,7 @@ def specialise_forward(
             plan.threads_per_row,
             launch.rows_per_block,
         )
-        early = loads_weight_early(plan, launch, kind.held_itemsize)
+        early = loads_weight_early(plan, launch, kind.staged_itemsize, kind.parameter_itemsize)
         flags = (full, aligned, split_rows, before_weight, early, launch.evict_first)
     elif plan.kernel == "norm_forward_staged":
         geometry = (

@@ -194,14 +194,20 @@ def test_shared_memory_follows_from_the_specialisation(arch: int) -> None:
 def test_weights_come_early_where_they_cost_no_rows() -> None:
     plan = choose_plan("rms", 8192, "bfloat16", None, 90)
     many, few = (choose_launch(plan, rows, 2, 132) for rows in (132, 131))
-    assert loads_weight_early(plan, many, 2 + 2)
-    assert not loads_weight_early(plan, many, 2 + 4)  # a float32 weight, or a bias as well
-    assert loads_weight_early(plan, few, 2 + 4)
+    assert loads_weight_early(plan, many, 2, 2)
+    assert not loads_weight_early(plan, many, 2, 4)  # a float32 weight, or a bias as well
+    assert loads_weight_early(plan, few, 2, 4)
+    shorter = choose_plan("rms", 4096, "bfloat16", None, 90)  # bytes enough, wider than the row
+    assert not loads_weight_early(shorter, many, 2, 4)
+    assert loads_weight_early(shorter, many, 4, 4)
+    small = choose_plan("layer", 4096, "bfloat16", None, 90)
+    assert loads_weight_early(small, many, 2, 4)
+    assert not loads_weight_early(small, many, 2, 8)
     late = dataclasses.replace(plan, early_weight=False)
-    assert not loads_weight_early(late, few, 2 + 2)
+    assert not loads_weight_early(late, few, 2, 2)
     one_warp = choose_plan("layer", 1024, "bfloat16", None, 90)
     many = choose_launch(one_warp, 10**6, 2, 132)
-    assert loads_weight_early(one_warp, many, 2 + 4 + 4)
+    assert loads_weight_early(one_warp, many, 2, 4 + 4)
 
 
 def test_small_calls_are_evicted_first() -> None:
@@ -228,7 +234,8 @@ def test_plans_are_the_fastest_of_the_sweep(shape: sweeps.Shape) -> None:
     chosen = dataclasses.asdict(plan)
     if plan.kernel == "norm_forward":
         launch = choose_launch(plan, rows, kind.staged_itemsize, 132)
-        chosen["early_weight"] = loads_weight_early(plan, launch, kind.held_itemsize)
+        itemsizes = kind.staged_itemsize, kind.parameter_itemsize
+        chosen["early_weight"] = loads_weight_early(plan, launch, *itemsizes)
     sweeps.check(shape, SWEEP[shape], chosen, NOT_THE_FASTEST)
 
 
