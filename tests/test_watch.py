@@ -76,7 +76,7 @@ def test_debug_says_which_call_failed(runtime: Runtime, monkeypatch: pytest.Monk
     assert str(raised.value) == (
         "add_layer_norm on cpu with x float16[3, 64], weight float32[64], residual float16[3, 64], "
         "y float16[3, 64], residual_out float16[3, 64] by Plan(kernel='norm_forward', vec_size=8, "
-        "vecs_per_thread=1, threads_per_row=8, cluster_size=1, early_weight=True): "
+        "vecs_per_thread=2, threads_per_row=4, cluster_size=1, early_weight=True): "
         "an illegal memory access was encountered"
     )
     with pytest.raises(RuntimeError, match=r"^rms_norm_backward on cpu with .*Plan\(.*illegal"):
