@@ -33,7 +33,7 @@ VECS_PER_THREAD = {
     "add": ((16, 1), (32, 2), (64, 1), (128, 4), (400, 2), (512, 1), (2048, 2), (4096, 4)),
     "layer": (
         *((3, 1), (8, 2), (32, 4), (64, 2), (128, 4), (192, 6), (256, 4), (448, 5)),
-        *((512, 4), (1024, 5), (4096, 8)),
+        *((512, 4), (896, 5), (1024, 4), (4096, 8)),
     ),
     "wide layer": ((8, 1), (64, 2), (128, 4), (288, 2), (400, 3), (2048, 4), (4096, 8)),
 }
@@ -44,9 +44,11 @@ NARROW_PACKS = 128
 NARROW_VECS_PER_THREAD = ((1024, 5), (REGISTER_ROW_BYTES, 16))
 # Weight and bias are loaded before the sum is known where a thread then holds at most so many bytes
 # of them and its row: more would take the registers of other rows, of which small blocks have more.
-# In large blocks they come late as well where they are wider than the row: RMSNorm 16384 x 4096
-# bf16 with a bias took 5 % longer. Where rows are few no others want the registers.
+# In large blocks that hold few vectors a thread they come late as well where they are wider than the
+# row: RMSNorm 16384 x 4096 bf16 with a bias took 5 % longer, while with four vectors a thread 8192
+# columns took 1 to 2 % less. Where rows are few no others want the registers.
 EARLY_WEIGHT_BYTES = 128
+EARLY_WIDE_WEIGHT_BYTES, EARLY_WIDE_WEIGHT_VECS = 192, 4
 SMALL_BLOCK_EARLY_WEIGHT_BYTES, SMALL_BLOCK_THREADS = 240, 128
 FEW_ROWS_EARLY_WEIGHT_BYTES = 256
 EARLY_WEIGHT_VECS = 8  # more, of narrow packs, are as many loads in the row's way
@@ -61,10 +63,11 @@ MAX_STAGED_VECS_PER_THREAD = 32
 STREAMED_THREADS = 512
 # Short rows share a block until it has this many threads.
 BLOCK_THREADS = 128
-# With so many masked rows for each SM, a block walks over as many as it looks up masks at once: a
-# block whose row is not computed would last nearly as long as its launch.
+# With so many masked rows for each SM, a block walks over several: a GPU begins so many blocks a
+# microsecond and no more, whether they have a row to compute or not.
 MASKED_ROWS_A_BLOCK = 4
 MASKED_BLOCKS_PER_SM = 32
+MASKED_TEAM = 8  # blocks that deal their rows among themselves, as in fuse.cuh
 # Where launches overlap, the next kernel of the stream takes its places while this one begins. If
 # both just fit side by side, its blocks go where there is room and not where they are balanced: it
 # then takes its places only when this one stores.
@@ -192,8 +195,10 @@ def choose_launch(
     if few_rows:
         rows_per_block = max(1, WARP // threads)
     grid = min(-(-rows // rows_per_block), MAX_GRID)
-    if masked and grid >= MASKED_BLOCKS_PER_SM * sm_count:
-        grid = -(-grid // MASKED_ROWS_A_BLOCK)
+    if masked:
+        if grid >= MASKED_BLOCKS_PER_SM * sm_count:
+            grid = -(-grid // MASKED_ROWS_A_BLOCK)
+        grid = -(-grid // MASKED_TEAM) * MASKED_TEAM
     evict_first = rows <= rows_evicted_first(plan, staged_itemsize)
     block = threads * rows_per_block
     next_early = lets_next_early(grid, block, sm_count)
@@ -226,8 +231,10 @@ def loads_weight_early(
         most = FEW_ROWS_EARLY_WEIGHT_BYTES
     elif plan.threads_per_row <= SMALL_BLOCK_THREADS:
         most = SMALL_BLOCK_EARLY_WEIGHT_BYTES
+    elif parameter_itemsize <= staged_itemsize:
+        most = EARLY_WEIGHT_BYTES
     else:
-        most = EARLY_WEIGHT_BYTES if parameter_itemsize <= staged_itemsize else 0
+        most = EARLY_WIDE_WEIGHT_BYTES if plan.vecs_per_thread >= EARLY_WIDE_WEIGHT_VECS else 0
     return held <= most and plan.vecs_per_thread <= EARLY_WEIGHT_VECS
 
 

@@ -7,12 +7,20 @@
 
 // Blocks an SM that registers must suffice for, 0 where the compiler may choose: beside a row of
 // 64 KB there has to be room for a second one, or nothing happens while the first meets at its sum.
+// A block that WALKS from row to row of a mask would take registers of other blocks for it.
 template <typename X, typename R, typename W, typename B, int VEC_SIZE, int VECS_PER_THREAD,
-          int THREADS, bool EARLY_WEIGHT>
+          int THREADS, bool EARLY_WEIGHT, bool WALKS>
 __host__ __device__ constexpr int min_blocks() {
     constexpr int ROW_ELEMENT = sizeof(X) + (is_array<R> ? sizeof(R) : 0);
     constexpr bool HOLDS_WEIGHT = EARLY_WEIGHT && (is_array<W> || is_array<B>);
     constexpr int HELD_BYTES = VECS_PER_THREAD * VEC_SIZE * ROW_ELEMENT;
+    if (WALKS && EARLY_WEIGHT && !is_array<R> && sizeof(X) == 2 && THREADS % 128 == 0) {
+        constexpr int ELEMENT =
+            ROW_ELEMENT + (is_array<W> ? sizeof(W) : 0) + (is_array<B> ? sizeof(B) : 0);
+        constexpr int REGISTERS = 24 + VECS_PER_THREAD * VEC_SIZE * ELEMENT / 4;
+        constexpr int BLOCKS = 64 * 1024 / (REGISTERS * THREADS);
+        if (REGISTERS <= 72) return BLOCKS * THREADS <= 1536 ? BLOCKS : 1536 / THREADS;
+    }
     return THREADS == 512 && HELD_BYTES == 128 && !HOLDS_WEIGHT ? 2 : 0;
 }
 
@@ -45,28 +53,32 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
     const int first_element = thread * VEC_SIZE;
     const auto offset_of = [](int vec) { return vec * (THREADS_PER_ROW * VEC_SIZE); };
     int half = 0;
-    RowsAhead<MASK, SPLIT_ROWS> masks;
+    MaskedRows<MASK, SPLIT_ROWS, THREADS_PER_ROW, ROWS_PER_BLOCK> masked(block, rows_a_pass);
     for (long long first_row = first_of_block; first_row < arguments.rows;
-         first_row += rows_a_pass) {
-        const long long row = first_row + row_in_block;
-        const bool computed = masks.next(arguments, row, rows_a_pass);
+         first_row += masked.advance()) {
+        long long row = first_row + row_in_block;
+        bool computed = row < arguments.rows;
+        if constexpr (MASK != ALL_ROWS) {
+            if (masked.steps == 0) {
+                masked.look_up(arguments, row);
+                for (; masked.zeroed != 0; masked.zeroed &= masked.zeroed - 1) {
+                    const long long other = masked.row_at(row, __ffs(masked.zeroed) - 1);
+                    zero_row<ALIGNED, VEC_SIZE>(
+                        row_pointers<SPLIT_ROWS>(arguments, other, first_element), packs - thread,
+                        THREADS_PER_ROW);
+                    if (thread == 0) store_statistics<NORM>(arguments, other, A(0), A(0));
+                }
+                if (masked.steps == 0) continue;
+            }
+            const int place = __ffs(masked.steps) - 1;
+            masked.steps &= masked.steps - 1;
+            row = masked.row_at(row, place);
+            computed = masked.computed >> place & 1u;
+        }
         // A row that is not computed still meets its block at the barriers, with no packs.
         const int held_packs = computed ? packs : 0;
         const RowPointers<Y, X, R, W, B> at =
             row_pointers<SPLIT_ROWS>(arguments, row, first_element);
-        const auto leave_zeros = [&] {
-            if (!computed && row < arguments.rows) {
-                zero_row<ALIGNED, VEC_SIZE>(at, packs - thread, THREADS_PER_ROW);
-                if (thread == 0) store_statistics<NORM>(arguments, row, A(0), A(0));
-            }
-        };
-        if constexpr (MASK != ALL_ROWS && (THREADS_PER_ROW <= 32 || ROWS_PER_BLOCK == 1)) {
-            // Nobody of those who meet at the sums has a row to compute.
-            if (THREADS_PER_ROW <= 32 ? !__any_sync(0xffffffffu, computed) : !computed) {
-                if constexpr (MASK == ZERO_OTHERS) leave_zeros();
-                continue;
-            }
-        }
         // A row ends in its threads' last pack alone. A test for each would cost narrow packs about
         // as many instructions as their work: 4097 and 7169 16-bit elements took up to 1.24 times.
         const auto holds = [=](int vec) {
@@ -155,6 +167,5 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
             normalise(y, values, weight[vec], bias[vec]);
             store_pack<HINT, ALIGNED>(at.y + offset_of(vec), y);
         }
-        if constexpr (MASK == ZERO_OTHERS) leave_zeros();
     }
 }

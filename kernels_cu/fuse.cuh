@@ -117,56 +117,66 @@ __device__ __forceinline__ bool row_is_computed(const Arguments& arguments, long
     return arguments.where == nullptr || arguments.where[place];
 }
 
-// Which rows of a block that walks over many are computed. It looks up several at once: a row that
-// is not computed costs no trip to memory of its own.
-template <Mask MASK, bool SPLIT_ROWS>
-struct RowsAhead {
-    static constexpr int COUNT = 4;
-    unsigned computed = 0;  // a bit a row, the next one first
-    int known = 0;
+// Blocks of a masked grid that look at the same rows; the grid is a multiple of it.
+constexpr int MASKED_TEAM = 8;
 
-    // Whether `row` is; the thread's next rows are `step` apart.
-    template <typename Arguments>
-    __device__ __forceinline__ bool next(const Arguments& arguments, long long row,
-                                         long long step) {
-        if constexpr (MASK == ALL_ROWS) return row < arguments.rows;
-        if (known == 0) look_up(arguments, row, step);
-        const bool found = computed & 1u;
-        computed >>= 1;
-        --known;
-        return found;
+// What a thread's row has to do at the next SET places of its block's walk. A lane looks up the
+// mask of one place and votes: a row that is not computed costs no step of its own, and a block
+// without any ends after its first look. Blocks of one row each deal the places of their team among
+// themselves: as many computed rows to each, wherever the mask is dense.
+template <Mask MASK, bool SPLIT_ROWS, int THREADS_PER_ROW, int ROWS_PER_BLOCK>
+struct MaskedRows {
+    // Rows of a block that meet at its barriers take the same steps.
+    static constexpr bool IN_STEP = THREADS_PER_ROW > 32 && ROWS_PER_BLOCK > 1;
+    static constexpr int TEAM = THREADS_PER_ROW >= 32 && ROWS_PER_BLOCK == 1 ? MASKED_TEAM : 1;
+    static constexpr int SET = THREADS_PER_ROW < 32 ? THREADS_PER_ROW : 32;
+
+    long long rows_a_pass;
+    int member;             // of the team
+    unsigned computed = 0;  // a bit a place: the thread's row there is computed
+    unsigned steps = 0;     // a bit a place: some row of the warp is; all of them IN_STEP
+    unsigned zeroed = 0;    // a bit a place: the thread's row there is set to zero
+
+    __device__ __forceinline__ MaskedRows(unsigned block, long long rows_a_pass_)
+        : rows_a_pass(rows_a_pass_), member(block % TEAM) {}
+
+    // The row at a place of the set that begins with the thread's row `first`.
+    __device__ __forceinline__ long long row_at(long long first, int place) const {
+        return first + (place % TEAM - member) + place / TEAM * rows_a_pass;
     }
 
+    // From a set to the next one, once nothing is left to do.
+    __device__ __forceinline__ long long advance() const {
+        if constexpr (MASK == ALL_ROWS) return rows_a_pass;
+        return steps == 0 ? SET / TEAM * rows_a_pass : 0;
+    }
+
+    // The thread's places among those where a lane of its warp says `chosen`.
+    __device__ __forceinline__ unsigned own_places(bool chosen) const {
+        const int lane_id = threadIdx.x % 32;
+        const unsigned votes = __ballot_sync(0xffffffffu, chosen);
+        if constexpr (TEAM > 1) {
+            const int before = __popc(votes & ((1u << lane_id) - 1));
+            return __ballot_sync(0xffffffffu, chosen && before % TEAM == member);
+        }
+        return votes >> (lane_id / SET * SET) & 0xffffffffu >> (32 - SET);
+    }
+
+    // Whole warps call it.
     template <typename Arguments>
-    __device__ __forceinline__ void look_up(const Arguments& arguments, long long row,
-                                            long long step) {
-        long long place[COUNT];
-        bool chosen[COUNT];
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            const long long ahead = row + i * step;
-            place[i] = ahead < arguments.rows ? ahead : 0;  // row 0 exists
-            chosen[i] = ahead < arguments.rows;
+    __device__ __forceinline__ void look_up(const Arguments& arguments, long long first) {
+        const long long looked_at = row_at(first, threadIdx.x % SET);
+        const bool chosen = row_is_computed<MASK, SPLIT_ROWS>(arguments, looked_at);
+        computed = own_places(chosen);
+        zeroed = MASK == ZERO_OTHERS ? own_places(!chosen && looked_at < arguments.rows) : 0;
+        steps = computed;
+        if constexpr (IN_STEP) {
+            const long long first_of_block = looked_at - threadIdx.x / THREADS_PER_ROW;
+            steps = __ballot_sync(0xffffffffu, first_of_block < arguments.rows);
         }
-        if (SPLIT_ROWS && arguments.mask_rows.count != 1) {
 #pragma unroll
-            for (int i = 0; i < COUNT; ++i) place[i] = quotient(place[i], arguments.mask_rows);
-        }
-        if (arguments.where != nullptr) {
-            bool where[COUNT];
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i) where[i] = arguments.where[place[i]];
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i) chosen[i] &= where[i];
-        }
-        const long long valid =
-            arguments.valid_rows == nullptr ? arguments.rows : *arguments.valid_rows;
-        computed = 0;
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            computed |= (chosen[i] && place[i] < valid ? 1u : 0u) << i;
-        }
-        known = COUNT;
+        for (int lanes = SET; lanes < 32; lanes *= 2)
+            steps |= __shfl_xor_sync(0xffffffffu, steps, lanes);
     }
 };
 

@@ -2,8 +2,8 @@
 // y = (s - mean) * rstd * (weight + offset) + bias over each row, s = x or x + residual;
 // rstd = 1 / sqrt(mean((s - mean)^2) + eps), where RMSNorm has no mean. The row stays in registers.
 // Owner: thread t of a row holds packs t, t + THREADS_PER_ROW, ...; VECS_PER_THREAD of them.
-// Launch: block (THREADS_PER_ROW * ROWS_PER_BLOCK), a multiple of 32; any grid; no dynamic shared
-// memory.
+// Launch: block (THREADS_PER_ROW * ROWS_PER_BLOCK), a multiple of 32; any grid, with a mask a
+// multiple of MASKED_TEAM; no dynamic shared memory.
 // Caller guarantees: hidden_size is a multiple of VEC_SIZE and at most VEC_SIZE * VECS_PER_THREAD *
 // THREADS_PER_ROW, with equality where FULL; no pack but a thread's last lies behind a row's end;
 // every pack lies on its word size where ALIGNED.
@@ -15,9 +15,10 @@ template <Norm NORM, typename Y, typename X, typename R, typename W, typename B,
           int VEC_SIZE, int VECS_PER_THREAD, int THREADS_PER_ROW, int ROWS_PER_BLOCK, bool FULL,
           bool ALIGNED, bool SPLIT_ROWS, bool CAST_BEFORE_WEIGHT, bool EARLY_WEIGHT,
           bool EVICT_FIRST, bool PARTIAL, Mask MASK>
-__global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK,
-                                  min_blocks<X, R, W, B, VEC_SIZE, VECS_PER_THREAD,
-                                             THREADS_PER_ROW * ROWS_PER_BLOCK, EARLY_WEIGHT>())
+__global__ void __launch_bounds__(
+    THREADS_PER_ROW* ROWS_PER_BLOCK,
+    min_blocks<X, R, W, B, VEC_SIZE, VECS_PER_THREAD, THREADS_PER_ROW * ROWS_PER_BLOCK,
+               EARLY_WEIGHT, MASK == KEEP_OTHERS && FULL && ALIGNED && !SPLIT_ROWS>())
     norm_forward(const ForwardArguments<Y, X, R, W, B, V> arguments) {
     wait_for_earlier_kernels();
     if (arguments.next_early) let_next_kernel_begin();

@@ -491,7 +491,12 @@ FORCED: tuple[tuple[str, str, Forced, dict[str, Any]], ...] = (
     ("packs_128", "bfloat16", Forced(4, grid=7), {"norm": "layer", "mask": "zero_both"}),
     ("packs_51", "float32", Forced(3, grid=2), {"residual": "bfloat16"}),
     ("packs_1024", "float32", Forced(grid=1), {"norm": "layer", "layout": "heads"}),
-    ("packs_1536", "bfloat16", Forced(grid=2), {"layout": "misaligned", "mask": "zero_valid"}),
+    ("packs_1536", "bfloat16", Forced(grid=8), {"layout": "misaligned", "mask": "zero_valid"}),
+    # Blocks of one row that deal what a mask leaves, set after set.
+    ("packs_128", "float16", Forced(grid=8), {"mask": "keep_where"}),
+    ("packs_192", "bfloat16", Forced(grid=16), {"norm": "layer", "mask": "zero_both"}),
+    ("packs_192", "float32", Forced(grid=24), {"layout": "heads", "mask": "keep_valid"}),
+    ("packs_51", "bfloat16", Forced(2, grid=5), {"mask": "zero_both"}),
     # Weights that are loaded once the sum is known.
     ("three_packs", "float16", Forced(32, early_weight=False), {"layout": "heads"}),
     ("packs_77", "float32", Forced(2, early_weight=False), {"norm": "layer"}),

@@ -195,8 +195,9 @@ def test_weights_come_early_where_they_cost_no_rows() -> None:
     plan = choose_plan("rms", 8192, "bfloat16", None, 90)
     many, few = (choose_launch(plan, rows, 2, 132) for rows in (132, 131))
     assert loads_weight_early(plan, many, 2, 2)
-    assert not loads_weight_early(plan, many, 2, 4)  # a float32 weight, or a bias as well
-    assert loads_weight_early(plan, few, 2, 4)
+    assert loads_weight_early(plan, many, 2, 4)  # a float32 weight, or a bias as well
+    assert not loads_weight_early(plan, many, 2, 6)
+    assert loads_weight_early(plan, few, 2, 6)
     shorter = choose_plan("rms", 4096, "bfloat16", None, 90)  # bytes enough, wider than the row
     assert not loads_weight_early(shorter, many, 2, 4)
     assert loads_weight_early(shorter, many, 4, 4)
@@ -215,6 +216,14 @@ def test_small_calls_are_evicted_first() -> None:
     assert choose_launch(plan, 1024, 2, 132).evict_first
     assert not choose_launch(plan, 1025, 2, 132).evict_first
     assert not choose_launch(plan, 1024, 4, 132).evict_first  # a residual as well
+
+
+def test_blocks_of_masked_rows_come_in_whole_teams() -> None:
+    (team,) = re.findall(r"constexpr int MASKED_TEAM = (\d+);", _source.load("norm_forward"))
+    assert int(team) == _plan.MASKED_TEAM
+    plan = choose_plan("rms", 4096, "bfloat16", None, 90)
+    for rows, grid in ((1, 8), (33, 40), (16384, 4096), (16385, 4104), (2**40, 2**29)):
+        assert choose_launch(plan, rows, 2, 132, masked=True).grid == grid
 
 
 # The sweep ----------------------------------------------------------------------------------------
