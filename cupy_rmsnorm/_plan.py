@@ -44,11 +44,11 @@ NARROW_PACKS = 128
 NARROW_VECS_PER_THREAD = ((1024, 5), (REGISTER_ROW_BYTES, 16))
 # Weight and bias are loaded before the sum is known where a thread then holds at most so many bytes
 # of them and its row: more would take the registers of other rows, of which small blocks have more.
-# In large blocks that hold few vectors a thread they come late as well where they are wider than the
-# row: RMSNorm 16384 x 4096 bf16 with a bias took 5 % longer, while with four vectors a thread 8192
-# columns took 1 to 2 % less. Where rows are few no others want the registers.
+# Where they are wider than the row they come late in large blocks whose threads hold few elements:
+# RMSNorm 16384 x 4096 bf16 with a bias took 5 % longer, where 8192 columns, twice as many a thread,
+# took 1 to 2 % less. Where rows are few no others want the registers.
 EARLY_WEIGHT_BYTES = 128
-EARLY_WIDE_WEIGHT_BYTES, EARLY_WIDE_WEIGHT_VECS = 192, 4
+EARLY_WIDE_WEIGHT_BYTES, EARLY_WIDE_WEIGHT_ELEMENTS = 192, 32
 SMALL_BLOCK_EARLY_WEIGHT_BYTES, SMALL_BLOCK_THREADS = 240, 128
 FEW_ROWS_EARLY_WEIGHT_BYTES = 256
 EARLY_WEIGHT_VECS = 8  # more, of narrow packs, are as many loads in the row's way
@@ -226,7 +226,8 @@ def loads_weight_early(
     """
     if not plan.early_weight or plan.threads_per_row <= WARP:
         return plan.early_weight
-    held = plan.vec_size * plan.vecs_per_thread * (staged_itemsize + parameter_itemsize)
+    elements = plan.vec_size * plan.vecs_per_thread
+    held = elements * (staged_itemsize + parameter_itemsize)
     if launch.few_rows:
         most = FEW_ROWS_EARLY_WEIGHT_BYTES
     elif plan.threads_per_row <= SMALL_BLOCK_THREADS:
@@ -234,7 +235,7 @@ def loads_weight_early(
     elif parameter_itemsize <= staged_itemsize:
         most = EARLY_WEIGHT_BYTES
     else:
-        most = EARLY_WIDE_WEIGHT_BYTES if plan.vecs_per_thread >= EARLY_WIDE_WEIGHT_VECS else 0
+        most = EARLY_WIDE_WEIGHT_BYTES if elements >= EARLY_WIDE_WEIGHT_ELEMENTS else 0
     return held <= most and plan.vecs_per_thread <= EARLY_WEIGHT_VECS
 
 
