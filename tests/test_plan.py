@@ -229,7 +229,10 @@ def test_blocks_of_masked_rows_come_in_whole_teams() -> None:
 # The sweep ----------------------------------------------------------------------------------------
 
 SWEEP = sweeps.swept("sweep.json")
-NOT_THE_FASTEST: dict[sweeps.Shape, str] = {}
+NOT_THE_FASTEST: dict[sweeps.Shape, str] = {
+    ("layer_norm", "bfloat16", 16384, 2048): "rows of one warp took 2.1 % less, and in blocks of "
+    "four rows, which the library would give them, as long; rows of two warps share one of two",
+}
 
 
 @pytest.mark.parametrize("shape", SWEEP, ids=str)
