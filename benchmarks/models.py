@@ -528,10 +528,10 @@ def _meta(options: argparse.Namespace, device: str) -> dict[str, Any]:
 
 
 def _keep(content: dict[str, Any], earlier: dict[str, Any], cases: Sequence[str]) -> None:
-    """Take over what was measured of other cases, each row with its commit."""
-    commit = {"commit": earlier["meta"].get("commit")}
+    """Take over what was measured of other cases."""
     for name in ("rows", "left_out"):
-        content[name] = [commit | row for row in earlier[name] if row["case"] not in cases]
+        rows = race.taken_over(earlier, name)
+        content[name] = [row for row in rows if row["case"] not in cases]
     content["not_begun"] = [case for case in earlier["not_begun"] if case not in cases]
     if "curves" not in cases:
         content["curves"] = earlier["curves"]

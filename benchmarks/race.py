@@ -297,6 +297,12 @@ def _shown(row: Result) -> str:
     return f"{row['impl']}{case} {row['us']:.2f} ({row['ratio']:.3f})"
 
 
+def taken_over(earlier: dict[str, Any], name: str = "rows") -> list[Result]:
+    """Rows of an earlier result file, each with the commit that it was measured at."""
+    commit = {"commit": earlier["meta"].get("commit")}
+    return [commit | row for row in earlier[name]]
+
+
 def dumps(content: dict[str, Any]) -> str:
     """JSON with one line a row."""
     parts = []

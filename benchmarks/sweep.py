@@ -302,12 +302,11 @@ def run_sweeps(
 
 
 def earlier_rows(file: Path) -> dict[Shape, list[dict[str, Any]]]:
-    """The rows of a result file by shape, each with the commit that it was measured at."""
-    earlier = json.loads(file.read_text())
+    """The rows of a result file, by shape."""
     shapes: dict[Shape, list[dict[str, Any]]] = {}
-    for row in earlier["rows"]:
+    for row in race.taken_over(json.loads(file.read_text())):
         shape = (row["op"], row["dtype"], row["rows"], row["hidden_size"])
-        shapes.setdefault(shape, []).append({"commit": earlier["meta"]["commit"]} | row)
+        shapes.setdefault(shape, []).append(row)
     return shapes
 
 
