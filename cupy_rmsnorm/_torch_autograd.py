@@ -91,7 +91,7 @@ def requires_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-class _Node(torch.autograd.Function):  # type: ignore[misc]
+class Node(torch.autograd.Function):  # type: ignore[misc]
     """What the nodes share: they differentiate backwards, and once."""
 
     @staticmethod
@@ -133,7 +133,7 @@ class _Gradient(torch.autograd.Function):  # type: ignore[misc]
         _refuse.second_derivative()
 
 
-class _Norm(_Node):
+class _Norm(Node):
     """The node of rms_norm, layer_norm and their add_* forms."""
 
     @staticmethod
@@ -232,7 +232,7 @@ INPUTS = 5  # of _Norm.forward
 apply = super(torch.autograd.Function, _Norm).apply
 
 
-class _QKNorm(_Node):
+class _QKNorm(Node):
     """The node of qk_norm. It keeps no statistic: backward makes it from the rows that it reads."""
 
     @staticmethod

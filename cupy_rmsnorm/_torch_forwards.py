@@ -109,7 +109,7 @@ class Replacement:
             return None
 
 
-class _Beside(_torch_autograd._Node):
+class _Beside(_torch_autograd.Node):
     """The node of a norm beside its own x: backward adds the gradient of that."""
 
     @staticmethod

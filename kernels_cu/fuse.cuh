@@ -337,7 +337,7 @@ template <Norm NORM, bool PARTIAL, typename A, int VEC_SIZE, typename Arguments>
 __device__ __forceinline__ A pack_sum_squares(const A (&values)[VEC_SIZE], A mean,
                                               const Arguments& arguments, long long element) {
     A sum = A(0);
-    // As an int: 64-bit comparisons of every element would cost as much as the sum.
+    // One clamp a pack in place of a 64-bit comparison an element.
     const long long left = PARTIAL ? arguments.partial - element : VEC_SIZE;
     const int count = static_cast<int>(max(0ll, min(left, static_cast<long long>(VEC_SIZE))));
 #pragma unroll

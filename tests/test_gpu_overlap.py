@@ -71,13 +71,13 @@ def pair() -> tuple[Any, ...]:
     return lambda given: tuple(norms.qk_norm(**given)), arrays
 
 
-def backward(rows: int, hidden_size: int, **options: bool) -> tuple[Any, ...]:
+def backward(rows: int, hidden_size: int, *, given_rstd: bool = True) -> tuple[Any, ...]:
     arrays = {
         "dout": normal(rows, hidden_size),
         "x": normal(rows, hidden_size) + 1,
         "weight": normal(hidden_size),
     }
-    if not options:
+    if given_rstd:
         arrays["rstd"] = (np.arange(rows) % 7 + 1).astype(np.float32)
 
     def compute(given: Arrays) -> tuple[Any, ...]:
@@ -97,7 +97,7 @@ CALLS = {
     "norm_forward_pair": pair(),
     "norm_backward": backward(3000, 512),
     "norm_backward_few": backward(16, 8192),
-    "norm_backward_streamed": backward(3, 300_001, recomputed=True),
+    "norm_backward_streamed": backward(3, 300_001, given_rstd=False),
 }
 
 
