@@ -231,6 +231,7 @@ class Run:
             if self.seconds() + each > self._options.budget:
                 self.not_begun += [str(shape) for shape in wanted[number:]]
                 print(f"budget spent, {len(wanted) - number} shapes not begun", flush=True)
+                self.write()
                 return
             left = each * (len(wanted) - number)
             print(
