@@ -4,11 +4,10 @@
 On a GPU of compute capability 9.0 or later a kernel may be launched while the one before it in the
 stream still runs (programmatic dependent launch): its blocks take their places, and wait there
 until that one has ended and its writes are seen. Only kernels whose first statement is that wait
-may be launched so. What stands before or after such a launch in the stream, or in a graph that
-captured it, may be any work at all.
-
-On the default stream launches stay plain: no graph is captured there, where the GPU's time counts,
-and cuLaunchKernelEx, for which CuPy has no function, costs the host up to a microsecond more.
+may be launched so, and only those that say when the next one may begin gain by it: behind any other
+kernel such a launch takes longer than a plain one. So launches overlap where a kernel of this
+library is known to come before, which is in a graph that is being captured. What else stands before
+or behind in the graph may be any work at all.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 from . import _build
 
 OVERLAP_ARCH = 90
-OVERLAP_DRIVER = 12030  # CUDA 12.3, whose graphs can capture it
+OVERLAP_DRIVER = 12030  # CUDA 12.3: its graphs can capture it, and say where they end
 
 
 class Function(NamedTuple):
@@ -72,7 +71,8 @@ class _Configuration(ctypes.Structure):
     )
 
 
-DEFAULT_STREAMS = (0, 1)  # CU_STREAM_LEGACY by both its handles
+DEFAULT_STREAMS = (0, 1)  # CU_STREAM_LEGACY by both its handles; no graph is captured there
+ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 
 # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _OVERLAP = _Attribute(id=6, value=1)
@@ -92,21 +92,61 @@ def prepare(
     It returns something true or raises RuntimeError where the driver refuses. The driver copies the
     arguments, to which one of `parameters` and `extra` is the pointer, as it enqueues.
     """
+    plain = functools.partial(
+        launcher(),
+        function.ptr,
+        *(grid, 1, 1),
+        *(block, 1, 1),
+        *(shared_bytes, stream, parameters, extra),
+    )
     if not function.overlaps or stream in DEFAULT_STREAMS:
-        return functools.partial(
-            launcher(),
-            function.ptr,
-            *(grid, 1, 1),
-            *(block, 1, 1),
-            *(shared_bytes, stream, parameters, extra),
-        )
+        return plain
     configuration = _Configuration(
         (grid, 1, 1), (block, 1, 1), shared_bytes, stream, ctypes.pointer(_OVERLAP), 1
     )
     # Converted once, and of no declared types, which would be looked at in each call.
     pointers = map(ctypes.c_void_p.from_param, (function.ptr, parameters, extra))
-    enqueue = _build.driver().cuLaunchKernelEx
-    return functools.partial(enqueue, ctypes.byref(configuration), *pointers)
+    overlapping = functools.partial(
+        _build.driver().cuLaunchKernelEx, ctypes.byref(configuration), *pointers
+    )
+
+    def enqueue() -> object:
+        end = end_of_capture(stream)
+        if end is None:
+            return plain()
+        failed = overlapping() if end[1] and end == _own_end else plain()
+        remember(stream)
+        return failed
+
+    return enqueue
+
+
+End = tuple[int, int]
+_own_end: End | None = None  # where a capture ended behind the latest launch of this library in one
+
+
+def remember(stream: int) -> None:
+    """Where the stream's capture ends now is a kernel that says when the next one may begin."""
+    global _own_end
+    _own_end = end_of_capture(stream)
+
+
+def end_of_capture(stream: int) -> End | None:
+    """A graph being captured on a stream and the node that the next one will follow.
+
+    That is 0 where it will follow none or several; None where the stream captures nothing.
+    """
+    driver, handle = _build.driver(), ctypes.c_void_p(stream)
+    status = ctypes.c_int()
+    driver.cuStreamIsCapturing(handle, ctypes.byref(status))
+    if status.value != ACTIVE:
+        return None
+    capture, count, skipped = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_void_p()
+    nodes = ctypes.POINTER(ctypes.c_void_p)()
+    results = map(ctypes.byref, (status, capture, skipped, nodes, skipped, count))
+    if driver.cuStreamGetCaptureInfo_v3(handle, *results) or count.value != 1:
+        return capture.value, 0
+    return capture.value, nodes[0]
 
 
 def may_overlap(arch: int) -> bool:

@@ -18,11 +18,12 @@ struct SumArguments {
     long long parts;
 };
 
+// The next kernel takes its places when this one ends: beside its few blocks the rows of another call
+// would spread over the SMs unevenly.
 template <typename DW, typename DB, typename A, int SLICES>
 __global__ void __launch_bounds__(32 * SLICES)
     norm_backward_sum(const SumArguments<DW, DB, A> arguments) {
     wait_for_earlier_kernels();
-    let_next_kernel_begin();
     constexpr int COLUMNS = 32;
     constexpr int SUMS = is_array<DW> + is_array<DB>;
     __shared__ Pack<A, 1> slots[COLUMNS * SLICES];

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import cupy_rmsnorm as norms
-from cupy_rmsnorm import _enqueue, _fast, _kernel, _source
+from cupy_rmsnorm import _build, _enqueue, _fast, _kernel, _source
 from tests.backends import missing
 
 pytestmark = pytest.mark.gpu
@@ -118,6 +118,37 @@ def overlapping() -> bool:
     return _enqueue.may_overlap(_kernel.device_properties(0).arch)
 
 
+class Spy:
+    """The driver's library, which counts the launches that overlap."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self.overlapped = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)
+
+    def cuLaunchKernelEx(self, *arguments: Any) -> Any:
+        self.overlapped += 1
+        return self._driver.cuLaunchKernelEx(*arguments)
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
+    made = Spy(_build.driver())
+    monkeypatch.setattr(_build, "driver", lambda: made)
+    return made
+
+
+@pytest.fixture
+def behind_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches overlap whatever comes before, outside of captures as well."""
+    anywhere = 1, 1
+    monkeypatch.setattr(_enqueue, "end_of_capture", lambda stream: anywhere)
+    monkeypatch.setattr(_enqueue, "_own_end", anywhere)
+
+
+@pytest.mark.usefixtures("behind_all")
 @pytest.mark.parametrize("name", CALLS)
 def test_what_an_earlier_kernel_writes_late_is_seen(name: str, stream: Any) -> None:
     compute, given = CALLS[name]
@@ -127,6 +158,7 @@ def test_what_an_earlier_kernel_writes_late_is_seen(name: str, stream: Any) -> N
         assert same(compute(arrays), expected), f"a late {late} was not waited for"
 
 
+@pytest.mark.usefixtures("behind_all")
 def test_without_the_wait_this_would_be_noticed(
     stream: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +239,7 @@ def chain(start: Any, bias: Any) -> list[Any]:
     ],
 )
 def test_chains_have_the_bits_of_launches_one_by_one(
-    dtype: str, rows: int, hidden_size: int, stream: Any
+    dtype: str, rows: int, hidden_size: int, stream: Any, spy: Spy
 ) -> None:
     import cupy
 
@@ -221,11 +253,14 @@ def test_chains_have_the_bits_of_launches_one_by_one(
     _fast.forget()
     got = chain(start, bias)
     assert all(function.overlaps is overlapping() for function in _kernel._functions.values())
+    assert spy.overlapped == 0
     stream.begin_capture()
     try:
         captured = chain(start, bias)
     finally:
         graph = stream.end_capture()
+    # At least the second, third, fourth and last call of each step.
+    assert spy.overlapped >= 12 * 4 if overlapping() else spy.overlapped == 0
     for _ in range(3):
         graph.launch(stream)
     stream.synchronize()
