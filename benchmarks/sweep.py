@@ -109,17 +109,8 @@ def candidate_launches(plan: Plan, kind: ForwardKind, rows: int) -> list[_plan.L
         threads = plan.threads_per_row * rows_per_block
         if threads % 32 == 0 and (not launches or launches[-1].block != threads):
             grid = -(-rows // rows_per_block)
-            next_early = _plan.lets_next_early(grid, threads, SM_COUNT)
-            launches.append(
-                _plan.Launch(
-                    grid,
-                    threads,
-                    0,
-                    rows_per_block,
-                    evict_first=evict_first,
-                    next_early=next_early,
-                )
-            )
+            launch = _plan.Launch(grid, threads, 0, rows_per_block, evict_first=evict_first)
+            launches.append(_plan.beside_others(launch, SM_COUNT))
     return launches
 
 

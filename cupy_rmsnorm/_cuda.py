@@ -266,7 +266,8 @@ def specialise_forward(
             launch.rows_per_block,
         )
         early = loads_weight_early(plan, launch, kind.staged_itemsize, kind.parameter_itemsize)
-        flags = (full, aligned, split_rows, before_weight, early, launch.evict_first)
+        flags = (full, aligned, split_rows, before_weight, early)
+        flags += (launch.evict_first, launch.spare_registers)
     elif plan.kernel == "norm_forward_staged":
         geometry = (
             plan.vec_size,

@@ -16,7 +16,13 @@ from ._cuda import ForwardKind, forward_plan, specialise_forward, specialise_pai
 from ._cuda_backward import Run
 from ._device import current_device
 from ._kernel import Specialisation
-from ._plan import choose_launch, choose_pair_launch, rows_evicted_first
+from ._plan import (
+    Plan,
+    choose_launch,
+    choose_pair_launch,
+    most_spare_rows,
+    rows_evicted_first,
+)
 from ._plan_backward import BackwardLaunch
 from ._progress import Progress
 
@@ -76,6 +82,15 @@ def _forward_kind(call: WarmupCall, valid_rows: str = "int64") -> ForwardKind:
     )
 
 
+def _thresholds(plan: Plan, kind: ForwardKind, sm_count: int) -> list[int]:
+    """Rows of the largest calls of a kind of their own, which need not be powers of two."""
+    if plan.kernel != "norm_forward":
+        return []
+    evicted_first = rows_evicted_first(plan, kind.staged_itemsize)
+    spare = most_spare_rows(plan, kind.staged_itemsize, sm_count)
+    return [rows for rows in (evicted_first, spare) if rows]
+
+
 def _pair(call: WarmupCall, device: int) -> Iterator[Built]:
     """Of qk_norm, whose q and k are as often parts of a packed buffer as arrays of their own."""
     kind, sm_count = _forward_kind(call), _kernel.device_properties(device).sm_count
@@ -83,8 +98,8 @@ def _pair(call: WarmupCall, device: int) -> Iterator[Built]:
     if plan.kernel != "norm_forward":
         yield from _forward(call, kind.valid_rows, device)
         return
-    most = rows_evicted_first(plan, kind.staged_itemsize)
-    halves = [*((rows, rows) for rows in ROWS), (most // 2, most - most // 2)]
+    halves = [(rows, rows) for rows in ROWS]
+    halves += [(most // 2, most - most // 2) for most in _thresholds(plan, kind, sm_count)]
     for (q_rows, k_rows), split_rows in itertools.product(halves, (True, False)):
         launch = choose_pair_launch(plan, q_rows, k_rows, kind.staged_itemsize, sm_count)
         specialisation = specialise_pair(
@@ -97,11 +112,10 @@ def _forward(call: WarmupCall, valid_rows: str, device: int) -> Iterator[Built]:
     properties = _kernel.device_properties(device)
     kind = _forward_kind(call, valid_rows)
     plan = forward_plan(kind, call.hidden_size, device)
-    rows_of_calls = list(ROWS)
-    if plan.kernel == "norm_forward":
-        rows_of_calls.append(rows_evicted_first(plan, kind.staged_itemsize))
-    for rows in rows_of_calls:
-        launch = choose_launch(plan, rows, kind.staged_itemsize, properties.sm_count)
+    for rows in (*ROWS, *_thresholds(plan, kind, properties.sm_count)):
+        launch = choose_launch(
+            plan, rows, kind.staged_itemsize, properties.sm_count, kind.masked is not None
+        )
         specialisation = specialise_forward(
             kind,
             call.hidden_size,

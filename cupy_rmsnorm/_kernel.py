@@ -33,6 +33,7 @@ FORWARD_PARAMETERS = (
     ("bias", "pointer"),
     ("rows", "int64"),
     ("hidden_size", "int64"),
+    ("next_early", "int64"),
     ("x_strides.outer", "int64"),
     ("x_strides.inner", "int64"),
     ("y_strides.outer", "int64"),
@@ -54,7 +55,6 @@ FORWARD_PARAMETERS = (
     ("valid_rows", "pointer"),
     ("mask_rows.count", "int64"),
     ("mask_rows.reciprocal", "int64"),
-    ("next_early", "int64"),
 )
 
 # `call` goes as int64: it is a mark, not a number.

@@ -8,7 +8,7 @@ strides, the number of SMs), because it only changes how bytes move.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ._call import Norm
 from ._dtypes import TABLE
@@ -35,7 +35,7 @@ VECS_PER_THREAD = {
         *((3, 1), (8, 2), (32, 4), (64, 2), (128, 4), (192, 6), (256, 4), (448, 5)),
         *((512, 4), (896, 5), (1024, 4), (4096, 8)),
     ),
-    "wide layer": ((8, 1), (64, 2), (128, 4), (288, 2), (400, 3), (2048, 4), (4096, 8)),
+    "wide layer": ((8, 1), (64, 2), (128, 4), (288, 2), (400, 3), (1536, 4), (4096, 8)),
 }
 # Threads that aim at more are fewer warps for a row, which is worth idle lanes in the last.
 MAX_FILLED_VECS = 4
@@ -70,7 +70,8 @@ MASKED_BLOCKS_PER_SM = 32
 MASKED_TEAM = 8  # blocks that deal their rows among themselves, as in fuse.cuh
 # Where launches overlap, the next kernel of the stream takes its places while this one begins. If
 # both just fit side by side, its blocks go where there is room and not where they are balanced: it
-# then takes its places only when this one stores.
+# then takes its places only when this one stores. And where no more than half of the threads are
+# resident, they have twice the registers of those that fill an SM.
 THREADS_PER_SM = 2048
 # Shared memory a block may ask for, by architecture, less room for the reduction's slots.
 SHARED_RESERVE = 1024
@@ -99,6 +100,7 @@ class Launch:
     rows_per_block: int
     few_rows: bool = False  # not enough to give every SM a block
     evict_first: bool = False  # what is moved is of no use to the L2; changes no bits
+    spare_registers: bool = False  # every block is resident at once and may take more of them
     next_early: bool = True  # the next kernel may take its places before this one's loads
 
 
@@ -200,15 +202,30 @@ def choose_launch(
             grid = -(-grid // MASKED_ROWS_A_BLOCK)
         grid = -(-grid // MASKED_TEAM) * MASKED_TEAM
     evict_first = rows <= rows_evicted_first(plan, staged_itemsize)
-    block = threads * rows_per_block
-    next_early = lets_next_early(grid, block, sm_count)
-    return Launch(grid, block, 0, rows_per_block, few_rows, evict_first, next_early)
+    launch = Launch(grid, threads * rows_per_block, 0, rows_per_block, few_rows, evict_first)
+    return beside_others(launch, sm_count, walks=masked)
 
 
-def lets_next_early(grid: int, block: int, sm_count: int) -> bool:
-    """Whether the next kernel may take its places before the loads of a launch of norm_forward."""
-    resident = -(-grid // sm_count) * block
-    return not THREADS_PER_SM // 4 < resident <= THREADS_PER_SM // 2
+def beside_others(launch: Launch, sm_count: int, *, walks: bool = False) -> Launch:
+    """A launch of norm_forward with what follows from how many threads an SM then has.
+
+    `walks`: a block may compute several rows.
+    """
+    threads = -(-launch.grid // sm_count) * launch.block
+    half = THREADS_PER_SM // 2
+    return replace(
+        launch,
+        spare_registers=launch.evict_first and threads <= half and not walks,
+        next_early=not half // 2 < threads <= half,
+    )
+
+
+def most_spare_rows(plan: Plan, staged_itemsize: int, sm_count: int) -> int:
+    """The most rows of a call whose blocks have registers to spare, by a plan of norm_forward."""
+    rows_per_block = max(1, BLOCK_THREADS // plan.threads_per_row)
+    blocks = THREADS_PER_SM // 2 // (plan.threads_per_row * rows_per_block)
+    rows = sm_count * blocks * rows_per_block
+    return min(rows, rows_evicted_first(plan, staged_itemsize))
 
 
 def rows_evicted_first(plan: Plan, staged_itemsize: int) -> int:
@@ -255,6 +272,7 @@ def choose_pair_launch(
         together.rows_per_block,
         together.few_rows,
         together.evict_first,
+        together.spare_registers,
         together.next_early,
         -(-(k_blocks << 62) // grid),
     )

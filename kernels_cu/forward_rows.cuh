@@ -9,7 +9,7 @@
 // 64 KB there has to be room for a second one, or nothing happens while the first meets at its sum.
 // A block that WALKS from row to row of a mask would take registers of other blocks for it.
 template <typename X, typename R, typename W, typename B, int VEC_SIZE, int VECS_PER_THREAD,
-          int THREADS, bool EARLY_WEIGHT, bool WALKS>
+          int THREADS, bool EARLY_WEIGHT, bool SPARE_REGISTERS, bool WALKS>
 __host__ __device__ constexpr int min_blocks() {
     constexpr int ROW_ELEMENT = sizeof(X) + (is_array<R> ? sizeof(R) : 0);
     constexpr bool HOLDS_WEIGHT = EARLY_WEIGHT && (is_array<W> || is_array<B>);
@@ -21,14 +21,14 @@ __host__ __device__ constexpr int min_blocks() {
         constexpr int BLOCKS = 64 * 1024 / (REGISTERS * THREADS);
         if (REGISTERS <= 72) return BLOCKS * THREADS <= 1536 ? BLOCKS : 1536 / THREADS;
     }
-    return THREADS == 512 && HELD_BYTES == 128 && !HOLDS_WEIGHT ? 2 : 0;
+    return THREADS == 512 && HELD_BYTES == 128 && !HOLDS_WEIGHT && !SPARE_REGISTERS ? 2 : 0;
 }
 
 // Computes the rows of one block of `blocks`, as norm_forward.cu describes it.
 template <Norm NORM, int VEC_SIZE, int VECS_PER_THREAD, int THREADS_PER_ROW, int ROWS_PER_BLOCK,
           bool FULL, bool ALIGNED, bool SPLIT_ROWS, bool CAST_BEFORE_WEIGHT, bool EARLY_WEIGHT,
-          bool EVICT_FIRST, bool PARTIAL, Mask MASK, typename Y, typename X, typename R, typename W,
-          typename B, typename V>
+          bool EVICT_FIRST, bool SPARE_REGISTERS, bool PARTIAL, Mask MASK, typename Y, typename X,
+          typename R, typename W, typename B, typename V>
 __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, B, V>& arguments,
                                              unsigned block, unsigned blocks) {
     using A = typename Accumulation<X>::type;
@@ -42,10 +42,13 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
 
     constexpr Hint HINT = EVICT_FIRST ? STREAM : PLAIN;
     const int thread = threadIdx.x % THREADS_PER_ROW;
-    // Said for LayerNorm where it makes `computed` a constant: 4 % of its instructions. RMSNorm's
-    // registers come out worse for it: 16384 x 7168 bf16 took 1 % longer.
-    constexpr bool ONE_ROW = NORM == LAYER && MASK == ALL_ROWS && ROWS_PER_BLOCK == 1;
-    const int row_in_block = ONE_ROW ? 0 : threadIdx.x / THREADS_PER_ROW;
+    // A block's one row is computed. Where the compiler is told, its loads are not held up by a
+    // test and its instructions are fewer, but it takes more registers, which other rows may need
+    // more. To say it half, by the row's place alone, is best where LayerNorm's rows are many.
+    constexpr bool ONE_ROW = MASK == ALL_ROWS && ROWS_PER_BLOCK == 1;
+    constexpr bool ROW_IS_COMPUTED = ONE_ROW && SPARE_REGISTERS;
+    const int row_in_block =
+        ONE_ROW && (NORM == LAYER || SPARE_REGISTERS) ? 0 : threadIdx.x / THREADS_PER_ROW;
     const int packs = static_cast<int>(arguments.hidden_size) / VEC_SIZE;
     const long long first_of_block = static_cast<long long>(block) * ROWS_PER_BLOCK;
     const long long rows_a_pass = static_cast<long long>(blocks) * ROWS_PER_BLOCK;
@@ -57,7 +60,7 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
     for (long long first_row = first_of_block; first_row < arguments.rows;
          first_row += masked.advance()) {
         long long row = first_row + row_in_block;
-        bool computed = row < arguments.rows;
+        bool computed = ROW_IS_COMPUTED || row < arguments.rows;
         if constexpr (MASK != ALL_ROWS) {
             if (masked.steps == 0) {
                 masked.look_up(arguments, row);

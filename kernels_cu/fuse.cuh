@@ -50,6 +50,7 @@ struct ForwardArguments {
     const B* bias;
     long long rows;
     long long hidden_size;
+    long long next_early;  // whether the next kernel may take its places before this one's loads
     RowStrides x_strides;
     RowStrides y_strides;
     A eps;
@@ -61,11 +62,10 @@ struct ForwardArguments {
     RowCount inner_rows;
     long long weight_stride;  // between the heads' weights: hidden_size, or 0 for a shared weight
     long long bias_stride;
-    long long partial;     // columns that the statistic comes from, where PARTIAL
-    const bool* where;     // null: every row
-    const V* valid_rows;   // null: every row
-    RowCount mask_rows;    // neighbouring rows that share an element of the masks
-    long long next_early;  // whether the next kernel may take its places before this one's loads
+    long long partial;    // columns that the statistic comes from, where PARTIAL
+    const bool* where;    // null: every row
+    const V* valid_rows;  // null: every row
+    RowCount mask_rows;   // neighbouring rows that share an element of the masks
 };
 
 // Where a thread's first element of one row lies in each array. Its others are a number away that

@@ -18,8 +18,8 @@ struct SumArguments {
     long long parts;
 };
 
-// The next kernel takes its places when this one ends: beside its few blocks the rows of another call
-// would spread over the SMs unevenly.
+// The next kernel takes its places when this one ends: beside its few blocks the rows of another
+// call would spread over the SMs unevenly.
 template <typename DW, typename DB, typename A, int SLICES>
 __global__ void __launch_bounds__(32 * SLICES)
     norm_backward_sum(const SumArguments<DW, DB, A> arguments) {

@@ -14,15 +14,16 @@
 template <Norm NORM, typename Y, typename X, typename R, typename W, typename B, typename V,
           int VEC_SIZE, int VECS_PER_THREAD, int THREADS_PER_ROW, int ROWS_PER_BLOCK, bool FULL,
           bool ALIGNED, bool SPLIT_ROWS, bool CAST_BEFORE_WEIGHT, bool EARLY_WEIGHT,
-          bool EVICT_FIRST, bool PARTIAL, Mask MASK>
+          bool EVICT_FIRST, bool SPARE_REGISTERS, bool PARTIAL, Mask MASK>
 __global__ void __launch_bounds__(
     THREADS_PER_ROW* ROWS_PER_BLOCK,
     min_blocks<X, R, W, B, VEC_SIZE, VECS_PER_THREAD, THREADS_PER_ROW * ROWS_PER_BLOCK,
-               EARLY_WEIGHT, MASK == KEEP_OTHERS && FULL && ALIGNED && !SPLIT_ROWS>())
+               EARLY_WEIGHT, SPARE_REGISTERS,
+               MASK == KEEP_OTHERS && FULL && ALIGNED && !SPLIT_ROWS>())
     norm_forward(const ForwardArguments<Y, X, R, W, B, V> arguments) {
     wait_for_earlier_kernels();
     if (arguments.next_early) let_next_kernel_begin();
     forward_rows<NORM, VEC_SIZE, VECS_PER_THREAD, THREADS_PER_ROW, ROWS_PER_BLOCK, FULL, ALIGNED,
-                 SPLIT_ROWS, CAST_BEFORE_WEIGHT, EARLY_WEIGHT, EVICT_FIRST, PARTIAL, MASK>(
-        arguments, blockIdx.x, gridDim.x);
+                 SPLIT_ROWS, CAST_BEFORE_WEIGHT, EARLY_WEIGHT, EVICT_FIRST, SPARE_REGISTERS,
+                 PARTIAL, MASK>(arguments, blockIdx.x, gridDim.x);
 }

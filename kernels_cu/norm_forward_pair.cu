@@ -18,7 +18,7 @@ struct PairArguments {
 
 template <typename Y, typename X, typename W, int VEC_SIZE, int VECS_PER_THREAD,
           int THREADS_PER_ROW, int ROWS_PER_BLOCK, bool FULL, bool ALIGNED, bool SPLIT_ROWS,
-          bool CAST_BEFORE_WEIGHT, bool EARLY_WEIGHT, bool EVICT_FIRST>
+          bool CAST_BEFORE_WEIGHT, bool EARLY_WEIGHT, bool EVICT_FIRST, bool SPARE_REGISTERS>
 __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK)
     norm_forward_pair(const PairArguments<Y, X, W> arguments) {
     wait_for_earlier_kernels();
@@ -30,11 +30,11 @@ __global__ void __launch_bounds__(THREADS_PER_ROW* ROWS_PER_BLOCK)
     const unsigned k_blocks = k_blocks_before(gridDim.x);
     if (k_blocks_before(blockIdx.x + 1) == k_block) {
         forward_rows<RMS, VEC_SIZE, VECS_PER_THREAD, THREADS_PER_ROW, ROWS_PER_BLOCK, FULL, ALIGNED,
-                     SPLIT_ROWS, CAST_BEFORE_WEIGHT, EARLY_WEIGHT, EVICT_FIRST, false, ALL_ROWS>(
-            arguments.q, blockIdx.x - k_block, gridDim.x - k_blocks);
+                     SPLIT_ROWS, CAST_BEFORE_WEIGHT, EARLY_WEIGHT, EVICT_FIRST, SPARE_REGISTERS,
+                     false, ALL_ROWS>(arguments.q, blockIdx.x - k_block, gridDim.x - k_blocks);
     } else {
         forward_rows<RMS, VEC_SIZE, VECS_PER_THREAD, THREADS_PER_ROW, ROWS_PER_BLOCK, FULL, ALIGNED,
-                     SPLIT_ROWS, CAST_BEFORE_WEIGHT, EARLY_WEIGHT, EVICT_FIRST, false, ALL_ROWS>(
-            arguments.k, k_block, k_blocks);
+                     SPLIT_ROWS, CAST_BEFORE_WEIGHT, EARLY_WEIGHT, EVICT_FIRST, SPARE_REGISTERS,
+                     false, ALL_ROWS>(arguments.k, k_block, k_blocks);
     }
 }

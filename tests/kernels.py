@@ -175,6 +175,7 @@ class Forced:
     rows_per_block: int = 1
     grid: int = 0  # blocks; 0: one for each of its rows. With fewer, they walk
     early_weight: bool = True
+    evict_first: bool = False
 
     def plan(self, plan: Plan) -> Plan:
         return dataclasses.replace(plan, early_weight=self.early_weight)
@@ -182,7 +183,8 @@ class Forced:
     def launch(self, plan: Plan, rows: int) -> Launch:
         assert plan.kernel == "norm_forward", "other kernels have one launch alone"
         grid = self.grid or -(-rows // self.rows_per_block)
-        return Launch(grid, plan.threads_per_row * self.rows_per_block, 0, self.rows_per_block)
+        block = plan.threads_per_row * self.rows_per_block
+        return Launch(grid, block, 0, self.rows_per_block, evict_first=self.evict_first)
 
 
 SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
@@ -502,6 +504,9 @@ FORCED: tuple[tuple[str, str, Forced, dict[str, Any]], ...] = (
     ("packs_77", "float32", Forced(2, early_weight=False), {"norm": "layer"}),
     ("packs_1024", "bfloat16", Forced(early_weight=False), {"residual": "bfloat16"}),
     ("longest_held", "float16", Forced(grid=2, early_weight=False), {"width": 1}),
+    # Rows that leave the L2 first and have no registers to spare.
+    ("packs_192", "float16", Forced(evict_first=True), {"residual": "float16"}),
+    ("packs_128", "bfloat16", Forced(evict_first=True), {"norm": "layer", "bias": "bfloat16"}),
 )
 
 

@@ -28,7 +28,7 @@ from cupy_rmsnorm._cuda import ForwardKind, specialise_forward
 from cupy_rmsnorm._dtypes import TABLE
 from cupy_rmsnorm._kernel import Specialisation
 from cupy_rmsnorm._layout import collapse_rows, is_contiguous
-from cupy_rmsnorm._plan import choose_launch, choose_plan, loads_weight_early
+from cupy_rmsnorm._plan import choose_launch, choose_plan, loads_weight_early, most_spare_rows
 from cupy_rmsnorm._plan_backward import choose_backward_launch, choose_backward_plan
 from tests import calls, inputs, kernels, sanitizer, sweeps
 from tests.backends import Backend
@@ -216,6 +216,23 @@ def test_small_calls_are_evicted_first() -> None:
     assert choose_launch(plan, 1024, 2, 132).evict_first
     assert not choose_launch(plan, 1025, 2, 132).evict_first
     assert not choose_launch(plan, 1024, 4, 132).evict_first  # a residual as well
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("sm_count", [4, 132])
+def test_blocks_have_registers_to_spare_up_to_half_of_an_sm(
+    norm: Norm, dtype: str, sm_count: int
+) -> None:
+    itemsize = TABLE[dtype].itemsize
+    for hidden_size in (64, 128, 1000, 4096, 5376, 8192, 16384):
+        plan = choose_plan(norm, hidden_size, dtype, None, 90)
+        most = most_spare_rows(plan, itemsize, sm_count)
+        launch = choose_launch(plan, most, itemsize, sm_count)
+        assert launch.spare_registers
+        assert -(-launch.grid // sm_count) * launch.block <= 1024
+        assert not choose_launch(plan, most + 1, itemsize, sm_count).spare_registers
+        assert not choose_launch(plan, most, itemsize, sm_count, masked=True).spare_registers
 
 
 def test_blocks_of_masked_rows_come_in_whole_teams() -> None:
