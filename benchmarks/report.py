@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills the README's tables, and draws its plots, from benchmarks/results/.
+"""Fills the tables of the README and of docs/models.md, and draws plots, from benchmarks/results/.
 
 `python -m benchmarks.report` rewrites what stands between the marks ``<!-- begin NAME -->`` and
-``<!-- end NAME -->`` of README.md and draws docs/plots/*.svg (with matplotlib, if it is there).
-With `--check` it changes nothing and fails if the README is not up to date.
+``<!-- end NAME -->`` of these files and draws docs/plots/*.svg (with matplotlib, if it is there).
+With `--check` it changes nothing and fails if one of them is not up to date.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.shapes import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENT = ROOT / "README.md"
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "models.md")
 RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "docs" / "plots"
 PENDING = "*Not measured yet.*"
@@ -60,6 +60,7 @@ class Results:
         self.compare = _read(folder / "compare.json")
         self.backward = _read(folder / "backward.json")
         self.demo = _read(folder / "demo.json")
+        self.models = _read(folder / "models.json")
 
     def races(self) -> dict[Shape, dict[str, Result]]:
         """Every plain race, by impl."""
@@ -209,6 +210,25 @@ def block_backward(results: Results) -> str:
     return _races(results, BACKWARD, lambda shape: f"`{shape.op}` {_place(shape)}")
 
 
+def block_steps(results: Results) -> str:
+    """Steps of a patched model beside others; for these what it saves, and its interval."""
+    rows = {(row["case"], row["impl"]): row for row in results.models.get("rows", [])}
+    impls = [impl for impl in IMPLS if any(impl == each for _, each in rows)]
+    lines = []
+    for case in dict.fromkeys(case for case, _ in rows):
+        cells = []
+        for impl in impls:
+            row = rows.get((case, impl), {})
+            cell = f"{row['us'] / 1e3:.3f}" if row else ""
+            if "gain_us" in row:
+                names = ("gain_us", "gain_low_us", "gain_high_us")
+                gain, low, high = (row[name] / 1e3 for name in names)
+                cell += f" ({gain:+.3f}, {low:+.3f} to {high:+.3f})"
+            cells.append(cell)
+        lines.append([case, *cells])
+    return _table(("ms", *(TITLES[impl] for impl in impls)), lines)
+
+
 BLOCKS: dict[str, Callable[[Results], str]] = {
     name.removeprefix("block_"): function
     for name, function in list(globals().items())
@@ -271,14 +291,16 @@ def draw(results: Results, folder: Path = PLOTS) -> list[Path]:
 
 def main() -> int:
     """Rewrite or check the document, and draw."""
-    parser = argparse.ArgumentParser(description="Fill the README from benchmarks/results.")
+    parser = argparse.ArgumentParser(description="Fill the tables from benchmarks/results.")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    text, results = DOCUMENT.read_text(), Results()
-    filled = fill(text, results)
+    results = Results()
+    texts = {path: path.read_text() for path in DOCUMENTS}
+    filled = {path: fill(text, results) for path, text in texts.items()}
     if args.check:
-        return int(text != filled)
-    DOCUMENT.write_text(filled)
+        return int(texts != filled)
+    for path, text in filled.items():
+        path.write_text(text)
     if importlib.util.find_spec("matplotlib") is None:
         print("no plots: matplotlib is not installed")
     else:

@@ -578,6 +578,18 @@ def test_report_of_options_and_odd_sizes(results: report.Results) -> None:
     assert filled("meta", results) == ["Some GPU, CuPy 14.2.0, torch 2.11, QuACK 0.6.5, D."]
 
 
+def test_report_of_steps(tmp_path: Path) -> None:
+    ours = {"case": "decode", "impl": "ours", "us": 2000.0}
+    theirs = {"case": "decode", "impl": "torch", "us": 2601.4}
+    theirs |= {"gain_us": 600.4, "gain_low_us": 598.0, "gain_high_us": 603.0}
+    (tmp_path / "models.json").write_text(race.dumps({"meta": {}, "rows": [ours, theirs]}))
+    assert filled("steps", report.Results(tmp_path)) == [
+        "| ms | this library | torch |",
+        "| --- | --- | --- |",
+        "| decode | 2.000 | 2.601 (+0.600, +0.598 to +0.603) |",
+    ]
+
+
 def test_report_of_the_demo(tmp_path: Path) -> None:
     small = Shape("rms_norm", "bfloat16", 36, 576)
     half = Shape("rms_norm", "float16", 4096, 4096)
@@ -624,13 +636,16 @@ def test_plots_are_the_same_each_time(results: report.Results, tmp_path: Path) -
     assert drawn[0] == drawn[1]
 
 
-def test_the_readme_is_up_to_date() -> None:
+def test_the_documents_are_up_to_date() -> None:
     """`python -m benchmarks.report` has been run after the results changed."""
-    text = (ROOT / "README.md").read_text()
-    marks = re.findall(r"^<!-- (begin|end) (\w+) -->$", text, re.MULTILINE)
-    assert marks[::2] == [("begin", name) for _, name in marks[1::2]]
-    assert sorted(name for _, name in marks[1::2]) == sorted(report.BLOCKS)
-    assert report.fill(text, report.Results()) == text
+    found = []
+    for path in report.DOCUMENTS:
+        text = path.read_text()
+        marks = re.findall(r"^<!-- (begin|end) (\w+) -->$", text, re.MULTILINE)
+        assert marks[::2] == [("begin", name) for _, name in marks[1::2]]
+        found += [name for _, name in marks[1::2]]
+        assert report.fill(text, report.Results()) == text
+    assert sorted(found) == sorted(report.BLOCKS)
 
 
 # qk_norm and masks -----------------------------------------------------------------------------
