@@ -66,17 +66,27 @@ def rms_norm(
     >>> rms_norm(np.array([[1, 2, 3, 4]], np.float32), eps=0.0).round(4)
     array([[0.3651, 0.7303, 1.0954, 1.4606]], dtype=float32)
     """
-    return _roads.normalize(
+    return _roads.normalize(  # type: ignore[no-any-return]
         "rms_norm",
         "rms",
+        False,
         x,
+        None,
         weight,
         bias,
-        (eps, weight_offset, axis, cast, per_head, masked, groups, partial),
+        eps,
+        weight_offset,
+        axis,
+        cast,
+        per_head,
+        masked,
+        groups,
+        partial,
         where,
         valid_rows,
         out,
         out_dtype,
+        None,
     )
 
 
@@ -133,17 +143,27 @@ def layer_norm(
     >>> layer_norm(np.array([[1, 2, 3, 4]], np.float32), eps=0.0).round(4)
     array([[-1.3416, -0.4472,  0.4472,  1.3416]], dtype=float32)
     """
-    return _roads.normalize(
+    return _roads.normalize(  # type: ignore[no-any-return]
         "layer_norm",
         "layer",
+        False,
         x,
+        None,
         weight,
         bias,
-        (eps, weight_offset, axis, cast, per_head, masked, groups, None),
+        eps,
+        weight_offset,
+        axis,
+        cast,
+        per_head,
+        masked,
+        groups,
+        None,
         where,
         valid_rows,
         out,
         out_dtype,
+        None,
     )
 
 
@@ -211,14 +231,22 @@ def add_rms_norm(
     >>> residual_out
     array([[2., 4., 6., 8.]], dtype=float32)
     """
-    return _roads.add_normalize(
+    return _roads.normalize(  # type: ignore[no-any-return]
         "add_rms_norm",
         "rms",
+        True,
         x,
         residual,
         weight,
         bias,
-        (eps, weight_offset, axis, cast, per_head, masked, groups, partial),
+        eps,
+        weight_offset,
+        axis,
+        cast,
+        per_head,
+        masked,
+        groups,
+        partial,
         where,
         valid_rows,
         out,
@@ -289,14 +317,22 @@ def add_layer_norm(
     >>> residual_out
     array([[2., 4., 6., 8.]], dtype=float32)
     """
-    return _roads.add_normalize(
+    return _roads.normalize(  # type: ignore[no-any-return]
         "add_layer_norm",
         "layer",
+        True,
         x,
         residual,
         weight,
         bias,
-        (eps, weight_offset, axis, cast, per_head, masked, groups, None),
+        eps,
+        weight_offset,
+        axis,
+        cast,
+        per_head,
+        masked,
+        groups,
+        None,
         where,
         valid_rows,
         out,

@@ -57,12 +57,13 @@ Done = tuple[Any, Any, Any, Any]  # y, residual_out, mean and rstd
 Kind = tuple[Hashable, ...]  # what chose a launch: devices, dtypes, shapes
 At = tuple[int, ...]  # the stream, and where the arrays are
 Shape = tuple[int, ...]
-# A launch with all its arguments, its kind, and the buffer where the kernel's arguments lie. The
-# driver copies them and nobody changes them, so threads may share one.
-Launch = tuple[Callable[[], object], Kind, object]
-Launches = dict[At, Launch]
-Short = Callable[[Any, Any], Any]  # of a bound norm: (x, out) -> y, or None
-Bound = tuple[Launches, At, Kind]  # where a launch is kept, and as what
+# What enqueues a launch with all its arguments, the buffer where the kernel's arguments lie, and
+# what else a road wants to know of it. The driver copies the arguments and nobody changes them, so
+# threads may share one.
+Launch = tuple[Any, ...]
+Launches = dict[Hashable, Launch]  # by all that chose it, as a road describes that
+Norm = Callable[..., Any]  # a bound one: (x, out=None) -> y
+Bound = tuple[Launches, Hashable, tuple[Any, ...]]  # where a launch is kept, and with what
 
 
 class Road(Protocol):
@@ -96,8 +97,8 @@ class Library:
     plain: Callable[[Kept, Any, Any, Any], Any]
     # The same of a call (kept, weight, x, residual, out, residual_out): whether it was launched.
     add: Callable[[Kept, Any, Any, Any, Any, Any], bool]
-    # That without a residual, with the weight bound.
-    bind: Callable[[Kept, Any], Short]
+    # `plain` with a bound weight; what does not qualify goes to the norm that is given.
+    bind: Callable[[Kept, Any, Norm], Norm]
     traced: Callable[[], bool] | None  # whether the library traces calls at the moment
     # The address of a contiguous array that qualifies on this device, else 0.
     input: Callable[[Any, int], int]
@@ -193,13 +194,14 @@ class Entry(Prepared):
             if self._new_mean is not None:
                 mean = self._new_mean(x)
                 mean_at = library.new_at(mean)
-        launches, place = kept.launches, (*at[:5], y_at, residual_out_at, mean_at, rstd_at)
         found = None
         if bound is None:
+            launches, more = kept.launches, (kind,)
+            place: Hashable = (*at[:5], y_at, residual_out_at, mean_at, rstd_at)
             found = launches.get(place)
         else:
-            launches, place, kind = bound
-        if found is None or found[1] != kind:
+            launches, place, more = bound
+        if found is None or found[2] != kind:
             looks = (*2 * [library.strided_input], *2 * [library.input])
             for array, look in zip(arrays[:4], looks, strict=True):
                 if array is not None and not look(array, self._device):
@@ -213,7 +215,7 @@ class Entry(Prepared):
                 return None
             made = (y_at, residual_out_at, mean_at, rstd_at)
             launch, buffer = self.bind(stream, (*made, x_at, residual_at, weight_at, bias_at))
-            found = launch, kind, buffer
+            found = launch, buffer, *more
             keep_launch(launches, place, found, self.epoch)
         try:
             if found[0]():
@@ -315,8 +317,10 @@ def _alike(a: Array | None, b: Array | None) -> bool:
 libraries: dict[type, Library] = {}  # by the type of x
 _kept: dict[Hashable, Kept] = {}  # by function and options
 _alive: weakref.WeakSet[Kept] = weakref.WeakSet()  # these, and others that a bound norm holds
-# By function, what was last asked for: what is kept, its out_dtype and options.
-_recent: dict[str, tuple[Any, ...]] = {}
+# By function, what was last asked for: what is kept, its out_dtype and options. The same objects
+# once more need not be hashed, nor asked for their types.
+UNKNOWN: tuple[Any, ...] = 10 * (None,)
+recent = dict.fromkeys(("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"), UNKNOWN)
 _lock = threading.RLock()
 epoch = 0  # counts what was forgotten: a call that began before is not remembered
 
@@ -327,22 +331,6 @@ def kept(function: str, options: tuple[object, ...], out_dtype: object) -> Kept 
     None where one of them has not the type that its signature names.
     """
     eps, weight_offset, axis, cast, per_head, masked, groups, partial = options
-    recent = _recent.get(function)
-    if recent is not None:
-        # The same objects: compared so, they need not be hashed, nor asked for their types.
-        found, dtype_, eps_, offset_, axis_, cast_, per_head_, masked_, groups_, partial_ = recent
-        if (
-            eps is eps_
-            and out_dtype is dtype_
-            and weight_offset is offset_
-            and axis is axis_
-            and cast is cast_
-            and per_head is per_head_
-            and masked is masked_
-            and groups is groups_
-            and partial is partial_
-        ):
-            return found  # type: ignore[no-any-return]
     if not (
         type(eps) is float
         and type(weight_offset) is float
@@ -362,7 +350,8 @@ def kept(function: str, options: tuple[object, ...], out_dtype: object) -> Kept 
     except KeyError:
         with _lock:
             found = _bounded(_kept, OPTIONS_LIMIT).setdefault(key, Kept(out_dtype is None))
-    _recent[function] = (found, out_dtype, *options)
+    if function in recent:
+        recent[function] = (found, out_dtype, *options)
     return found
 
 
@@ -373,7 +362,7 @@ def keep(kept: Kept, kind: Kind, learnt: Any) -> None:
             _bounded(kept.entries, LIMIT)[kind] = learnt
 
 
-def keep_launch(launches: dict[At, ItemT], place: At, launch: ItemT, epoch_: int) -> None:
+def keep_launch(launches: dict[KeyT, ItemT], place: KeyT, launch: ItemT, epoch_: int) -> None:
     """Keep a launch that was made by an entry of `epoch_`, unless plans may have changed since."""
     with _lock:
         if len(launches) >= LAUNCHES_LIMIT:
@@ -392,16 +381,20 @@ def forward(
     return library.road(kept, x, residual, weight, bias, out, residual_out)
 
 
-def bind(library: Library, kept: Kept, weight: Any, bias: Any) -> Short:
-    """The short road of a norm with these bound."""
+def bind(cls: type, kept: Kept, weight: Any, bias: Any, general: Norm) -> Norm:
+    """The norm with these bound, of arrays that are exactly of `cls`; see `Library.bind`."""
+    library = libraries[cls]
     if bias is None:
-        return library.bind(kept, weight)
+        return library.bind(kept, weight, general)
 
-    def short(x: Any, out: Any) -> Any:
-        done = library.road(kept, x, None, weight, bias, out, None)
-        return None if done is None else done[0]
+    def bound(x: Any, out: Any = None) -> Any:
+        if type(x) is cls and not (library.traced and library.traced()):
+            done = library.road(kept, x, None, weight, bias, out, None)
+            if done is not None:
+                return done[0]
+        return general(x, out)
 
-    return short
+    return bound
 
 
 def _bounded(kept: dict[KeyT, ItemT], limit: int) -> dict[KeyT, ItemT]:

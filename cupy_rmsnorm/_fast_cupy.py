@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The short road of CuPy arrays; `_fast` says which calls take it.
 
-Arrays are described the same way in four functions, for the sake of their speed.
+Arrays are described the same way in four functions, for the sake of their speed: each with all
+that chose its launch in one key. Length and size of a matrix cost less than its shape.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from . import _device
 from ._dtypes import numpy_dtype
-from ._fast import Bound, Done, Entry, Kept, Library, Short, keep
+from ._fast import Bound, Done, Entry, Kept, Library, Norm, keep
 
 
 def library(cupy: Any) -> Library:
@@ -104,7 +105,7 @@ def library(cupy: Any) -> Library:
         at = (stream, x_at, residual_at, weight_at, bias_at, y_at, residual_out_at, 0, 0)
         if out is not None and bound is None:
             found = kept.launches.get(at)
-            if found is not None and found[1] == kind:
+            if found is not None and found[2] == kind:
                 try:
                     if found[0]():
                         return None
@@ -129,18 +130,27 @@ def library(cupy: Any) -> Library:
             and weight._c_contiguous
         ):
             device = current_device()
-            at = (current_stream(device).ptr, x.data.ptr, out.data.ptr, weight.data.ptr)
-            shapes = (x.shape, out.shape, weight.shape)
-            kind = ("cupy", device, x.dtype, out.dtype, weight.dtype, shapes)
-            found = kept.launches.get(at)
-            if found is not None and found[1] == kind:
-                try:
-                    if found[0]():
-                        return None
-                except RuntimeError:
-                    return None
-                return out
-            bound = (kept.launches, at, kind)
+            if x.ndim == out.ndim == 2 and weight.ndim == 1:
+                shapes: Any = (len(x), x.size, len(out), out.size, len(weight))
+            else:
+                shapes = (x.shape, out.shape, weight.shape)
+            place = (
+                device,
+                current_stream(device).ptr,
+                x.data.ptr,
+                out.data.ptr,
+                weight.data.ptr,
+                x.dtype,
+                out.dtype,
+                weight.dtype,
+                shapes,
+            )
+            try:
+                return None if kept.launches[place][0]() else out
+            except KeyError:
+                bound = (kept.launches, place, ())
+            except RuntimeError:
+                return None
         done = road(kept, x, None, weight, None, out, None, None, bound)
         return None if done is None else done[0]
 
@@ -155,62 +165,78 @@ def library(cupy: Any) -> Library:
             and residual_out._c_contiguous
         ):
             device = current_device()
-            at = (
+            if x.ndim == residual.ndim == out.ndim == residual_out.ndim == 2 and weight.ndim == 1:
+                shapes: Any = (
+                    len(x),
+                    x.size,
+                    len(residual),
+                    residual.size,
+                    len(out),
+                    out.size,
+                    len(residual_out),
+                    residual_out.size,
+                    len(weight),
+                )
+            else:
+                shapes = (x.shape, residual.shape, out.shape, residual_out.shape, weight.shape)
+            place = (
+                device,
                 current_stream(device).ptr,
                 x.data.ptr,
                 residual.data.ptr,
                 weight.data.ptr,
                 out.data.ptr,
                 residual_out.data.ptr,
-            )
-            kind = (
-                "cupy",
-                device,
                 x.dtype,
-                x.shape,
                 residual.dtype,
-                residual.shape,
                 weight.dtype,
-                weight.shape,
                 out.dtype,
-                out.shape,
                 residual_out.dtype,
-                residual_out.shape,
+                shapes,
             )
-            found = kept.launches.get(at)
-            if found is not None and found[1] == kind:
-                try:
-                    if found[0]():
-                        return False
-                except RuntimeError:
-                    return False
-                return True
-            bound = (kept.launches, at, kind)
+            try:
+                return not kept.launches[place][0]()
+            except KeyError:
+                bound = (kept.launches, place, ())
+            except RuntimeError:
+                return False
         return road(kept, x, residual, weight, None, out, residual_out, None, bound) is not None
 
-    def bind(kept: Kept, weight: Any) -> Short:
+    def bind(kept: Kept, weight: Any, general: Norm) -> Norm:
         # An array keeps its memory and its dtype for life: the weight needs no further look.
         own = Kept(kept.out_like_x)
+        launches = own.launches
 
-        def short(x: Any, out: Any) -> Any:
-            bound = None
-            if type(out) is ndarray and x._c_contiguous and out._c_contiguous:
+        def bound(x: Any, out: Any = None) -> Any:
+            how = None
+            if type(x) is type(out) is ndarray and x._c_contiguous and out._c_contiguous:
                 device = current_device()
-                at = (current_stream(device).ptr, x.data.ptr, out.data.ptr)
-                kind = (device, x.dtype, out.dtype, x.shape, out.shape)
-                found = own.launches.get(at)
-                if found is not None and found[1] == kind:
-                    try:
-                        if found[0]():
-                            return None
-                    except RuntimeError:
-                        return None
-                    return out
-                bound = (own.launches, at, kind)
-            done = road(kept, x, None, weight, None, out, None, None, bound)
-            return None if done is None else done[0]
+                if x.ndim == out.ndim == 2:
+                    shapes: Any = (len(x), x.size, len(out), out.size)
+                else:
+                    shapes = (x.shape, out.shape)
+                place = (
+                    device,
+                    current_stream(device).ptr,
+                    x.data.ptr,
+                    out.data.ptr,
+                    x.dtype,
+                    out.dtype,
+                    shapes,
+                )
+                try:
+                    if not launches[place][0]():
+                        return out
+                except KeyError:
+                    how = (own.launches, place, ())
+                except RuntimeError:
+                    pass
+            elif type(x) is not ndarray:
+                return general(x, out)
+            done = road(kept, x, None, weight, None, out, None, None, how)
+            return general(x, out) if done is None else done[0]
 
-        return short
+        return bound
 
     def maker(shape: tuple[int, ...], name: str) -> Callable[[Any], Any]:
         dtype = numpy_dtype(name)

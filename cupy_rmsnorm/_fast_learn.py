@@ -40,6 +40,17 @@ def remember(
         library.road(kept, x, residual, weight, bias, out, residual_out, learnt)
 
 
+def library_of_parameter(array: Any) -> type | None:
+    """The type of x beside this weight, if the short road knows such arrays."""
+    torch = sys.modules.get("torch")
+    if torch is not None and type(array) in (torch.Tensor, torch.nn.Parameter):
+        # To know torch wakes its CUDA, which one that stays on the CPU is not to do.
+        cls = torch.Tensor if array.get_device() >= 0 else None
+    else:
+        cls = type(array)
+    return cls if cls is not None and known_library(cls) is not None else None
+
+
 def known_library(cls: type) -> Library | None:
     """The library of arrays that are exactly of `cls`; the caller has imported it."""
     if cls not in _fast.libraries:

@@ -47,7 +47,7 @@ class PairEntry(Entry):
     def bound(self, stream: int, at: At) -> Launch:
         """The launch with these addresses, in the order of `addresses`; it is kept."""
         launch, buffer = self.bind(stream, at)
-        found, place = (launch, (), buffer), (stream, *at)
+        found, place = (launch, buffer), (stream, *at)
         if len(self.launches) >= LIMIT:
             self.launches.clear()
         self.launches[place] = found

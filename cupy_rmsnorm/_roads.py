@@ -62,149 +62,91 @@ def _autograd() -> Any:
 def normalize(
     function: str,
     norm: Norm,
-    x: ArrayT,
-    weight: object,
-    bias: object,
-    options: _run.Values,
-    where: object,
-    valid_rows: object,
-    out: ArrayT | None,
-    out_dtype: object,
-) -> ArrayT:
-    """Run rms_norm or layer_norm."""
-    kept = None
-    if where is None and valid_rows is None:
-        library = _fast.libraries.get(type(x))
-        if library is None:
-            kept = None if traced(x) else _fast.kept(function, options, out_dtype)
-        elif library.traced is None or not library.traced():
-            kept = _fast.kept(function, options, out_dtype)
-            if kept is not None and bias is None:
-                y: ArrayT | None = library.plain(kept, weight, x, out)
-                if y is not None:
-                    return y
-            elif kept is not None:
-                done = library.road(kept, x, None, weight, bias, out, None)
-                if done is not None:
-                    return done[0]  # type: ignore[no-any-return]
-    if kept is not None and out is None and _recorded(x, weight, bias):
-        call = function, norm, options, None, None, out_dtype
-        return _autograd().apply(x, None, weight, bias, call)  # type: ignore[no-any-return]
-    return normalize_anew(
-        function,
-        norm,
-        x,
-        weight,
-        bias,
-        options,
-        where,
-        valid_rows,
-        out,
-        out_dtype,
-        kept,
-        traceable=kept is None,
-    ).y
-
-
-def normalize_anew(
-    function: str,
-    norm: Norm,
-    x: ArrayT,
-    weight: object,
-    bias: object,
-    options: _run.Values,
-    where: object,
-    valid_rows: object,
-    out: ArrayT | None,
-    out_dtype: object,
-    kept: _fast.Kept | None,
-    *,
-    residual: object = None,
-    residual_out: ArrayT | None = None,
-    adds: bool = False,
-    traceable: bool = True,
-) -> _run.Outputs[ArrayT]:
-    """Run a function without statistics where the short road did not.
-
-    `traceable` says that nobody asked yet whether the call is traced.
-    """
-    given = x, weight, bias, options, where, valid_rows, out, out_dtype
-    if traceable and traced(x):
-        return _operator(function, *given, residual=residual, residual_out=residual_out)
-    if _recorded(x, residual, weight, bias):
-        return _autograd().normalize(  # type: ignore[no-any-return]
-            function, norm, *given, residual, residual_out
-        )
-    return _run.forward(
-        function,
-        norm,
-        x,
-        weight,
-        bias,
-        options,
-        where=where,
-        valid_rows=valid_rows,
-        out=out,
-        out_dtype=out_dtype,
-        residual=residual,
-        residual_out=residual_out,
-        adds=adds,
-        kept=kept,
-    )
-
-
-def add_normalize(
-    function: str,
-    norm: Norm,
-    x: ArrayT,
+    adds: bool,
+    x: Any,
     residual: object,
     weight: object,
     bias: object,
-    options: _run.Values,
+    eps: object,
+    weight_offset: object,
+    axis: object,
+    cast: object,
+    per_head: object,
+    masked: object,
+    groups: object,
+    partial: object,
     where: object,
     valid_rows: object,
-    out: ArrayT | None,
+    out: Any,
     out_dtype: object,
-    residual_out: ArrayT | None,
-) -> tuple[ArrayT, ArrayT]:
-    """Run add_rms_norm or add_layer_norm."""
+    residual_out: Any,
+) -> Any:
+    """Run a function without statistics: y, or where it `adds` y and residual_out."""
     kept = None
-    if where is None and valid_rows is None and residual is not None:
+    if where is None and valid_rows is None and not (adds and residual is None):
         library = _fast.libraries.get(type(x))
         if library is None:
-            kept = None if traced(x) else _fast.kept(function, options, out_dtype)
+            if not traced(x):
+                options = (eps, weight_offset, axis, cast, per_head, masked, groups, partial)
+                kept = _fast.kept(function, options, out_dtype)
         elif library.traced is None or not library.traced():
-            kept = _fast.kept(function, options, out_dtype)
+            recent = _fast.recent[function]
+            kept, dtype_, eps_, offset_, axis_, cast_, per_head_, masked_, groups_, partial_ = (
+                recent
+            )
+            if not (
+                eps is eps_
+                and out_dtype is dtype_
+                and weight_offset is offset_
+                and axis is axis_
+                and cast is cast_
+                and per_head is per_head_
+                and masked is masked_
+                and groups is groups_
+                and partial is partial_
+            ):
+                options = (eps, weight_offset, axis, cast, per_head, masked, groups, partial)
+                kept = _fast.kept(function, options, out_dtype)
             if kept is None:
                 pass
+            elif bias is None and not adds:
+                y = library.plain(kept, weight, x, out)
+                if y is not None:
+                    return y
             elif bias is None and out is not None and residual_out is not None:
                 if library.add(kept, weight, x, residual, out, residual_out):
                     return out, residual_out
             else:
                 done = library.road(kept, x, residual, weight, bias, out, residual_out)
                 if done is not None:
-                    return done[0], done[1]
-    if kept is not None and out is residual_out is None and _recorded(x, residual, weight, bias):
+                    return done[:2] if adds else done[0]
+    options = (eps, weight_offset, axis, cast, per_head, masked, groups, partial)
+    given = x, weight, bias, options, where, valid_rows, out, out_dtype
+    if kept is None and traced(x):
+        outputs = _operator(function, *given, residual=residual, residual_out=residual_out)
+    elif not _recorded(x, residual, weight, bias):
+        outputs = _run.forward(
+            function,
+            norm,
+            x,
+            weight,
+            bias,
+            options,
+            where=where,
+            valid_rows=valid_rows,
+            out=out,
+            out_dtype=out_dtype,
+            residual=residual,
+            residual_out=residual_out,
+            adds=adds,
+            kept=kept,
+        )
+    elif kept is not None and out is residual_out is None:
         call = function, norm, options, None, None, out_dtype
-        return _autograd().apply(x, residual, weight, bias, call)  # type: ignore[no-any-return]
-    outputs = normalize_anew(
-        function,
-        norm,
-        x,
-        weight,
-        bias,
-        options,
-        where,
-        valid_rows,
-        out,
-        out_dtype,
-        kept,
-        residual=residual,
-        residual_out=residual_out,
-        adds=True,
-        traceable=kept is None,
-    )
-    return outputs.y, outputs.residual_out
+        return _autograd().apply(x, residual, weight, bias, call)
+    else:
+        outputs = _autograd().normalize(function, norm, *given, residual, residual_out)
+    return (outputs.y, outputs.residual_out) if adds else outputs.y
 
 
 def forward(

@@ -5,107 +5,90 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, TypeVar
 
-from . import _fast, _roads, _run
+from . import _fast, _fast_learn, _roads, _run
 from ._call import Norm, WarmupCall
 from ._docs import Axis, CastOption, MaskedOption, documented
 
 ArrayT = TypeVar("ArrayT")
 
 
-class BoundNorm:
-    """A normalisation with its weight and options held: ``norm(x, out=None)``."""
-
-    __slots__ = (
-        "_bias",
-        "_function",
-        "_kept",
-        "_norm",
-        "_options",
-        "_out_dtype",
-        "_short",
-        "_weight",
-    )
-
-    def __init__(
-        self,
-        function: str,
-        norm: Norm,
-        weight: object,
-        bias: object,
-        options: _run.Values,
-        out_dtype: object,
-    ) -> None:
-        from ._border import dtype_name, look_at_parameter
-        from ._check import Options
-        from ._check_tools import check_bound
-
-        self._out_dtype = dtype_name("out_dtype", out_dtype)
-        check_bound(
-            look_at_parameter("weight", weight),
-            look_at_parameter("bias", bias),
-            Options(*options),
-            self._out_dtype,
-        )
-        self._function = function
-        self._norm = norm
-        self._weight = weight
-        self._bias = bias
-        self._options = options
-        self._kept = _fast.kept(function, options, self._out_dtype)
-        # By the type of x: its short road, and what says whether such calls are traced.
-        self._short: dict[type, tuple[_fast.Short, Callable[[], bool] | None]] = {}
+class BoundNorm(Protocol):
+    """A normalisation with its weight and options held."""
 
     def __call__(self, x: ArrayT, out: ArrayT | None = None) -> ArrayT:
         """Normalise `x`; `out` is as in the function that this binds."""
-        known = self._short.get(type(x)) or self._find_short(type(x))
-        if known is not None:
-            short, traced = known
-            if traced is None or not traced():
-                done: ArrayT | None = short(x, out)
-                if done is not None:
-                    return done
+
+
+def _bound(
+    function: str,
+    norm: Norm,
+    weight: object,
+    bias: object,
+    options: _run.Values,
+    out_dtype: object,
+) -> BoundNorm:
+    from ._border import dtype_name, look_at_parameter
+    from ._check import Options
+    from ._check_tools import check_bound
+
+    dtype = dtype_name("out_dtype", out_dtype)
+    check_bound(
+        look_at_parameter("weight", weight),
+        look_at_parameter("bias", bias),
+        Options(*options),
+        dtype,
+    )
+
+    eps, weight_offset, axis, cast, per_head, masked, groups, partial = options
+
+    def general(x: ArrayT, out: ArrayT | None = None) -> ArrayT:
         try:
-            return _roads.normalize_anew(
-                self._function,
-                self._norm,
+            return _roads.normalize(  # type: ignore[no-any-return]
+                function,
+                norm,
+                False,
                 x,
-                self._weight,
-                self._bias,
-                self._options,
+                None,
+                weight,
+                bias,
+                eps,
+                weight_offset,
+                axis,
+                cast,
+                per_head,
+                masked,
+                groups,
+                partial,
                 None,
                 None,
                 out,
-                self._out_dtype,
-                self._kept,
-            ).y
+                dtype,
+                None,
+            )
         except ValueError:
-            self._blame(x)
+            _blame(x, weight, bias)
             raise
 
-    def _blame(self, x: object) -> None:
-        """Where x is of another shape than what is bound, an error is not to name the latter."""
-        from ._refuse import ends_in
+    bound: BoundNorm = general
+    kept = _fast.kept(function, options, dtype)
+    cls = _fast_learn.library_of_parameter(weight)
+    if kept is not None and cls is not None:
+        bound = _fast.bind(cls, kept, weight, bias, general)
+    bound.__name__ = bound.__qualname__ = f"bound_{function}"  # type: ignore[attr-defined]
+    return bound
 
-        shape = getattr(x, "shape", None)
-        for parameter in (self._weight, self._bias):
-            if shape is not None:
-                ends_in("x", shape, getattr(parameter, "shape", ()))
 
-    def _find_short(self, cls: type) -> tuple[_fast.Short, Callable[[], bool] | None] | None:
-        library = _fast.libraries.get(cls)
-        if library is None or self._kept is None:
-            return None
-        if library.traced is not None and library.traced():
-            return None
-        known = _fast.bind(library, self._kept, self._weight, self._bias), library.traced
-        self._short[cls] = known
-        return known
+def _blame(x: object, *parameters: object) -> None:
+    """Where x is of another shape than what is bound, an error is not to name the latter."""
+    from ._refuse import ends_in
 
-    def __repr__(self) -> str:
-        return f"<bound {self._function}>"
+    shape = getattr(x, "shape", None)
+    for parameter in parameters:
+        if shape is not None:
+            ends_in("x", shape, getattr(parameter, "shape", ()))
 
 
 @documented
@@ -154,7 +137,7 @@ def bind_rms_norm(
     array([[0.8485, 2.2627]], dtype=float32)
     """
     options = (eps, weight_offset, axis, cast, per_head, "keep", groups, partial)
-    return BoundNorm("rms_norm", "rms", weight, bias, options, out_dtype)
+    return _bound("rms_norm", "rms", weight, bias, options, out_dtype)
 
 
 @documented
@@ -200,7 +183,7 @@ def bind_layer_norm(
     array([[-1.,  2.]], dtype=float32)
     """
     options = (eps, weight_offset, axis, cast, per_head, "keep", groups, None)
-    return BoundNorm("layer_norm", "layer", weight, bias, options, out_dtype)
+    return _bound("layer_norm", "layer", weight, bias, options, out_dtype)
 
 
 def is_available() -> bool:

@@ -32,6 +32,7 @@ from cupy_rmsnorm import (
     _fast,
     _fast_learn,
     _fast_pair,
+    _fast_torch,
     _info,
     _kernel,
     _libraries,
@@ -237,6 +238,16 @@ def torch_library(driver: Driver) -> Iterator[TorchLibrary]:
         yield TorchLibrary(stack)
 
 
+@contextlib.contextmanager
+def general_road() -> Iterator[None]:
+    """Every call takes it."""
+    with (
+        mock.patch.object(_fast, "kept", return_value=None),
+        mock.patch.dict(_fast.recent, dict.fromkeys(_fast.recent, _fast.UNKNOWN)),
+    ):
+        yield
+
+
 def unpacked(launch: Launch) -> dict[str, Any]:
     """The arguments of a kernel, by name."""
     table = _kernel.PARAMETERS[launch.specialisation.kernel]
@@ -315,7 +326,7 @@ def test_strided_rows(driver: Driver, library: Any, layout: str, adds: bool) -> 
         else:
             arguments, outputs, function = (x, weight), {"out": out}, norms.rms_norm
         function(*arguments, **outputs)
-        with mock.patch.object(_fast, "kept", return_value=None):
+        with general_road():
             function(*arguments, **outputs)
         short, long = driver.launches[-2:]
         assert not long.short
@@ -428,6 +439,41 @@ def test_bound_reads_where_the_weight_lies(driver: Driver, torch_library: TorchL
     weight.data = torch_library.empty((HIDDEN_SIZE - 1,), "float32")
     with pytest.raises(ValueError, match=r"^x must end in the axes \(63,\), got shape \(4, 64\)"):
         bound(x)
+
+
+def test_norms_with_other_weights_bound(driver: Driver, library: Any) -> None:
+    x, weight = library.empty((ROWS, HIDDEN_SIZE)), library.empty((HIDDEN_SIZE,))
+    for norm in (norms.bind_rms_norm(weight), norms.bind_rms_norm(None), norms.bind_rms_norm(2.0)):
+        driver.launches.clear()
+        out = library.empty((ROWS, HIDDEN_SIZE))
+        assert norm(x, out=out) is out
+        assert type(norm(x)) is type(x)
+        assert unpacked(driver.launches[0])["y"] == library.address(out)
+        assert unpacked(driver.launches[0])["x"] == library.address(x)
+        assert len(driver.launches) == 2
+
+
+def test_a_weight_on_the_cpu_wakes_no_cuda() -> None:
+    torch = pytest.importorskip("torch")
+    with mock.patch.object(_fast, "libraries", {}):
+        norms.bind_rms_norm(torch.ones(4))(torch.ones(2, 4))
+        norms.bind_rms_norm(torch.nn.Parameter(torch.ones(4)))
+        norms.bind_rms_norm(np.ones(4))
+        assert _fast.libraries == {}
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_added_in_place(driver: Driver, library: Any, in_place: bool) -> None:
+    x, residual = (library.empty((ROWS, HIDDEN_SIZE)) for _ in range(2))
+    outputs = (x, residual) if in_place else (library.empty((ROWS, HIDDEN_SIZE)), residual)
+    weight = library.empty((HIDDEN_SIZE,))
+    for inputs in ((x, residual), (residual, residual)):
+        first, second = driver.roads(
+            lambda inputs=inputs: norms.add_rms_norm(
+                *inputs, weight, out=outputs[0], residual_out=outputs[1]
+            )
+        )
+        assert second == dataclasses.replace(first, short=True)
 
 
 # What does not qualify ------------------------------------------------------------------------
@@ -851,6 +897,35 @@ def test_a_shape_that_is_wrong_at_known_addresses(
         call(strided, None)
 
 
+def test_every_shape_that_is_wrong_at_known_addresses(driver: Driver, library: Any) -> None:
+    """What lies there is as large as before, but one array of another shape."""
+    x, residual, out, sums = (library.empty((8, 64)) for _ in range(4))
+    weight = library.empty((64,))
+    arrays = {"x": x, "residual": residual, "weight": weight, "out": out, "residual_out": sums}
+
+    def call(**changed: Any) -> None:
+        given = arrays | changed
+        norms.add_rms_norm(**given)
+        for name in ("residual", "residual_out"):
+            del given[name]
+        norms.rms_norm(**given)
+
+    for _ in range(3):
+        call()
+    launched = len(driver.launches)
+    assert [launch.short for launch in driver.launches] == [False, False, *4 * [True]]
+    for name, array in arrays.items():
+        shapes = [(4, 128), (8, 8, 8), (512,), (8, 64, 1)] if array is not weight else [(64, 1)]
+        for shape in shapes:
+            with pytest.raises(ValueError, match=r"must have shape"):
+                norms.add_rms_norm(**arrays | {name: array.reshape(shape)})
+            if name in ("x", "weight", "out"):
+                changed = {"x": x, "weight": weight, "out": out} | {name: array.reshape(shape)}
+                with pytest.raises(ValueError, match=r"must have shape"):
+                    norms.rms_norm(**changed)
+    assert len(driver.launches) == launched
+
+
 def test_threads(driver: Driver, library: Any) -> None:
     """Each launch has the addresses of one caller, in first calls and in later ones."""
     threads, calls = 16, 40
@@ -1225,7 +1300,7 @@ def test_a_repeated_backward_launches_the_same(
     arrays, call = backward_call(library, function, statistics, out)
     returned = call()
     short = driver.launches[count:]
-    with mock.patch.object(_fast, "kept", return_value=None):
+    with general_road():
         call()
     assert [launch.short for launch in driver.launches] == count * [False] + count * [True] + (
         count * [False]
@@ -1395,7 +1470,7 @@ def test_backward_refuses_the_same_overlaps(driver: Driver, library: Any) -> Non
         driver.launches.clear()
         short = call()
         roads = {launch.short for launch in driver.launches}
-        with mock.patch.object(_fast, "kept", return_value=None):
+        with general_road():
             general = call()
         assert short == general
         assert roads == (set() if general else {True})
@@ -1502,3 +1577,37 @@ def test_both_roads_of_backward_give_the_same_bits(function: str) -> None:
     assert general == 3 * short
     assert short == 3  # one launch with new outputs, two in place
     assert results[0] == results[1]
+
+
+# What torch says of tensors -----------------------------------------------------------------------
+
+UNLIKE: dict[str, Callable[[Any, Any], Any]] = {
+    "another dtype": lambda torch, tensor: tensor.view(torch.bfloat16),
+    "another shape": lambda torch, tensor: tensor.view(6, 4),
+    "fewer rows": lambda torch, tensor: tensor[:3],
+    "one axis more": lambda torch, tensor: tensor[None],
+    "other strides": lambda torch, tensor: tensor.view(6, 4).T,
+    "requires grad": lambda torch, tensor: tensor.detach().requires_grad_(),
+    "a parameter": lambda torch, tensor: torch.nn.Parameter(tensor, requires_grad=False),
+    "a subclass": lambda torch, tensor: tensor.as_subclass(type("Tagged", (torch.Tensor,), {})),
+}
+
+
+@pytest.mark.parametrize("change", UNLIKE)
+@pytest.mark.parametrize("guards", [True, False])
+def test_what_is_alike(guards: bool, change: str) -> None:
+    """All that a kept launch stands for but addresses, with or without torch's own guards."""
+    torch = pytest.importorskip("torch")
+    if guards:
+        alike = _fast_torch._alike(torch)
+    else:
+        without = SimpleNamespace(_C=SimpleNamespace(_dynamo=SimpleNamespace(guards=None)))
+        alike = _fast_torch._alike(without)
+    tensors = [torch.zeros(4, 6, dtype=torch.float16) for _ in range(3)]
+    check = alike(*tensors)
+    assert check(*tensors)
+    assert check(*map(torch.ones_like, tensors))
+    for place, tensor in enumerate(tensors):
+        others = [*tensors[:place], UNLIKE[change](torch, tensor), *tensors[place + 1 :]]
+        assert not check(*others)
+    assert ("TensorGuards" in str(check)) == guards
