@@ -59,7 +59,7 @@ At = tuple[int, ...]  # the stream, and where the arrays are
 Shape = tuple[int, ...]
 # What enqueues a launch with all its arguments, the buffer where the kernel's arguments lie, and
 # what else a road wants to know of it. The driver copies the arguments and nobody changes them, so
-# threads may share one.
+# threads may share one. Who launches it holds all of it: another thread may drop it meanwhile.
 Launch = tuple[Any, ...]
 Launches = dict[Hashable, Launch]  # by all that chose it, as a road describes that
 Norm = Callable[..., Any]  # a bound one: (x, out=None) -> y

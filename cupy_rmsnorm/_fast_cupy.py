@@ -146,7 +146,8 @@ def library(cupy: Any) -> Library:
                 shapes,
             )
             try:
-                return None if kept.launches[place][0]() else out
+                found = kept.launches[place]
+                return None if found[0]() else out
             except KeyError:
                 bound = (kept.launches, place, ())
             except RuntimeError:
@@ -195,7 +196,8 @@ def library(cupy: Any) -> Library:
                 shapes,
             )
             try:
-                return not kept.launches[place][0]()
+                found = kept.launches[place]
+                return not found[0]()
             except KeyError:
                 bound = (kept.launches, place, ())
             except RuntimeError:
@@ -225,7 +227,8 @@ def library(cupy: Any) -> Library:
                     shapes,
                 )
                 try:
-                    if not launches[place][0]():
+                    found = launches[place]
+                    if not found[0]():
                         return out
                 except KeyError:
                     how = (own.launches, place, ())

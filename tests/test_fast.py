@@ -67,6 +67,7 @@ class Driver:
         self.launches: list[Launch] = []
         self._functions: list[Specialisation] = []
         self.fails = ""  # how launches fail on the short road: they "raise", or "return" an error
+        self.meanwhile: Callable[[], object] = lambda: None  # what another thread does then
 
     def function(self, specialisation: Specialisation, device: int, shared_bytes: int = 0) -> Any:
         self._functions.append(specialisation)
@@ -84,6 +85,7 @@ class Driver:
         if parameters and self.fails == "return":
             return 201
         size = _kernel._packer(specialisation.kernel, "float32").size
+        self.meanwhile()
         if parameters:
             address = ctypes.c_void_p.from_address(parameters).value
         else:
@@ -924,6 +926,31 @@ def test_every_shape_that_is_wrong_at_known_addresses(driver: Driver, library: A
                 with pytest.raises(ValueError, match=r"must have shape"):
                     norms.rms_norm(**changed)
     assert len(driver.launches) == launched
+
+
+def test_a_launch_outlives_what_is_kept_of_it(driver: Driver, library: Any) -> None:
+    """Another thread may forget it while the driver reads its arguments."""
+    x, residual, out, sums = (library.empty((ROWS, HIDDEN_SIZE)) for _ in range(4))
+    weight = library.empty((HIDDEN_SIZE,))
+    bound, other = norms.bind_rms_norm(weight), norms.bind_layer_norm(weight, weight)
+    size = 8 + _kernel._packer("norm_forward", "float32").size
+    taken: list[Any] = []
+
+    def forget() -> None:
+        _fast.forget()
+        taken.extend(ctypes.create_string_buffer(b"\xff" * size, size) for _ in range(9))
+
+    for call in (
+        lambda: norms.rms_norm(x, weight, out=out),
+        lambda: norms.add_rms_norm(x, residual, weight, out=out, residual_out=sums),
+        lambda: norms.layer_norm(x, weight, weight, out=out),
+        lambda: bound(x, out),
+        lambda: other(x, out),
+    ):
+        for driver.meanwhile in (lambda: None, lambda: None, lambda: None, forget):
+            call()
+        general, *_, last = driver.launches[-4:]
+        assert last == dataclasses.replace(general, short=True)
 
 
 def test_threads(driver: Driver, library: Any) -> None:
