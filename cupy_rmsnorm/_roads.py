@@ -90,10 +90,9 @@ def normalize(
                 options = (eps, weight_offset, axis, cast, per_head, masked, groups, partial)
                 kept = _fast.kept(function, options, out_dtype)
         elif library.traced is None or not library.traced():
-            recent = _fast.recent[function]
-            kept, dtype_, eps_, offset_, axis_, cast_, per_head_, masked_, groups_, partial_ = (
-                recent
-            )
+            # What `_fast.kept` would find, without its cost.
+            last = _fast.recent[function]
+            kept, dtype_, eps_, offset_, axis_, cast_, per_head_, masked_, groups_, partial_ = last
             if not (
                 eps is eps_
                 and out_dtype is dtype_
@@ -120,18 +119,36 @@ def normalize(
                 done = library.road(kept, x, residual, weight, bias, out, residual_out)
                 if done is not None:
                     return done[:2] if adds else done[0]
-    options = (eps, weight_offset, axis, cast, per_head, masked, groups, partial)
+    return _normalize_anew(
+        *(function, norm, adds, x, residual, weight, bias),
+        (eps, weight_offset, axis, cast, per_head, masked, groups, partial),
+        *(where, valid_rows, out, out_dtype, residual_out, kept),
+    )
+
+
+def _normalize_anew(
+    function: str,
+    norm: Norm,
+    adds: bool,
+    x: Any,
+    residual: object,
+    weight: object,
+    bias: object,
+    options: _run.Values,
+    where: object,
+    valid_rows: object,
+    out: Any,
+    out_dtype: object,
+    residual_out: Any,
+    kept: _fast.Kept | None,
+) -> Any:
+    """Run such a function where the short road did not; `kept` is what that keeps of such calls."""
     given = x, weight, bias, options, where, valid_rows, out, out_dtype
     if kept is None and traced(x):
         outputs = _operator(function, *given, residual=residual, residual_out=residual_out)
     elif not _recorded(x, residual, weight, bias):
         outputs = _run.forward(
-            function,
-            norm,
-            x,
-            weight,
-            bias,
-            options,
+            *(function, norm, x, weight, bias, options),
             where=where,
             valid_rows=valid_rows,
             out=out,
