@@ -130,10 +130,12 @@ def library(cupy: Any) -> Library:
             and weight._c_contiguous
         ):
             device = current_device()
+            rows = y_rows = None
             if x.ndim == out.ndim == 2 and weight.ndim == 1:
-                shapes: Any = (len(x), x.size, len(out), out.size, len(weight))
+                rows, y_rows = len(x), len(out)
+                size, y_size, columns = x.size, out.size, len(weight)
             else:
-                shapes = (x.shape, out.shape, weight.shape)
+                size, y_size, columns = x.shape, out.shape, weight.shape
             place = (
                 device,
                 current_stream(device).ptr,
@@ -143,7 +145,11 @@ def library(cupy: Any) -> Library:
                 x.dtype,
                 out.dtype,
                 weight.dtype,
-                shapes,
+                rows,
+                size,
+                y_rows,
+                y_size,
+                columns,
             )
             try:
                 found = kept.launches[place]
@@ -166,20 +172,15 @@ def library(cupy: Any) -> Library:
             and residual_out._c_contiguous
         ):
             device = current_device()
+            rows = residual_rows = y_rows = sum_rows = None
             if x.ndim == residual.ndim == out.ndim == residual_out.ndim == 2 and weight.ndim == 1:
-                shapes: Any = (
-                    len(x),
-                    x.size,
-                    len(residual),
-                    residual.size,
-                    len(out),
-                    out.size,
-                    len(residual_out),
-                    residual_out.size,
-                    len(weight),
-                )
+                rows, residual_rows = len(x), len(residual)
+                y_rows, sum_rows = len(out), len(residual_out)
+                size, residual_size, columns = x.size, residual.size, len(weight)
+                y_size, sum_size = out.size, residual_out.size
             else:
-                shapes = (x.shape, residual.shape, out.shape, residual_out.shape, weight.shape)
+                size, residual_size, columns = x.shape, residual.shape, weight.shape
+                y_size, sum_size = out.shape, residual_out.shape
             place = (
                 device,
                 current_stream(device).ptr,
@@ -193,7 +194,15 @@ def library(cupy: Any) -> Library:
                 weight.dtype,
                 out.dtype,
                 residual_out.dtype,
-                shapes,
+                rows,
+                size,
+                residual_rows,
+                residual_size,
+                y_rows,
+                y_size,
+                sum_rows,
+                sum_size,
+                columns,
             )
             try:
                 found = kept.launches[place]
@@ -213,10 +222,12 @@ def library(cupy: Any) -> Library:
             how = None
             if type(x) is type(out) is ndarray and x._c_contiguous and out._c_contiguous:
                 device = current_device()
+                rows = y_rows = None
                 if x.ndim == out.ndim == 2:
-                    shapes: Any = (len(x), x.size, len(out), out.size)
+                    rows, y_rows = len(x), len(out)
+                    size, y_size = x.size, out.size
                 else:
-                    shapes = (x.shape, out.shape)
+                    size, y_size = x.shape, out.shape
                 place = (
                     device,
                     current_stream(device).ptr,
@@ -224,7 +235,10 @@ def library(cupy: Any) -> Library:
                     out.data.ptr,
                     x.dtype,
                     out.dtype,
-                    shapes,
+                    rows,
+                    size,
+                    y_rows,
+                    y_size,
                 )
                 try:
                     found = launches[place]
