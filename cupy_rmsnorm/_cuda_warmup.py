@@ -20,6 +20,7 @@ from ._plan import (
     Plan,
     choose_launch,
     choose_pair_launch,
+    most_few_rows,
     most_spare_rows,
     rows_evicted_first,
 )
@@ -28,8 +29,8 @@ from ._progress import Progress
 
 Built = tuple[Specialisation, int]  # what to build, and the shared memory it may ask for
 
-# Rows a call may have: how many of them share a block, and which of the backward kernels run,
-# depends on that. From one row to more than any threshold.
+# Rows a backward call may have: which kernels run, and how many rows share a block, depends on
+# that. From one row to more than any threshold.
 ROWS = tuple(2**power for power in range(25))
 HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -82,13 +83,16 @@ def _forward_kind(call: WarmupCall, valid_rows: str = "int64") -> ForwardKind:
     )
 
 
-def _thresholds(plan: Plan, kind: ForwardKind, sm_count: int) -> list[int]:
-    """Rows of the largest calls of a kind of their own, which need not be powers of two."""
+def _rows(plan: Plan, kind: ForwardKind, sm_count: int) -> list[int]:
+    """A number of rows for each kernel that forward calls of any number of them take."""
     if plan.kernel != "norm_forward":
-        return []
-    evicted_first = rows_evicted_first(plan, kind.staged_itemsize)
-    spare = most_spare_rows(plan, kind.staged_itemsize, sm_count)
-    return [rows for rows in (evicted_first, spare) if rows]
+        return [1]
+    limits = (
+        most_few_rows(plan, sm_count),
+        most_spare_rows(plan, kind.staged_itemsize, sm_count),
+        rows_evicted_first(plan, kind.staged_itemsize),
+    )
+    return [max(1, limit + more) for limit in limits for more in (0, 1)]
 
 
 def _pair(call: WarmupCall, device: int) -> Iterator[Built]:
@@ -98,9 +102,9 @@ def _pair(call: WarmupCall, device: int) -> Iterator[Built]:
     if plan.kernel != "norm_forward":
         yield from _forward(call, kind.valid_rows, device)
         return
-    halves = [(rows, rows) for rows in ROWS]
-    halves += [(most // 2, most - most // 2) for most in _thresholds(plan, kind, sm_count)]
-    for (q_rows, k_rows), split_rows in itertools.product(halves, (True, False)):
+    for rows, split_rows in itertools.product(_rows(plan, kind, sm_count), (True, False)):
+        q_rows = max(1, rows // 2)
+        k_rows = max(1, rows - q_rows)
         launch = choose_pair_launch(plan, q_rows, k_rows, kind.staged_itemsize, sm_count)
         specialisation = specialise_pair(
             kind, call.hidden_size, plan, launch, aligned=True, split_rows=split_rows
@@ -112,7 +116,7 @@ def _forward(call: WarmupCall, valid_rows: str, device: int) -> Iterator[Built]:
     properties = _kernel.device_properties(device)
     kind = _forward_kind(call, valid_rows)
     plan = forward_plan(kind, call.hidden_size, device)
-    for rows in (*ROWS, *_thresholds(plan, kind, properties.sm_count)):
+    for rows in _rows(plan, kind, properties.sm_count):
         launch = choose_launch(
             plan, rows, kind.staged_itemsize, properties.sm_count, kind.masked is not None
         )

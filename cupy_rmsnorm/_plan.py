@@ -20,8 +20,7 @@ MAX_GRID = 2**31 - 1
 
 # The thresholds below were read off benchmarks/results/sweep.json (H200).
 # Rows up to this many bytes of x are held in registers; longer ones are staged in shared memory:
-# at 64 KB registers reach 0.97 of the copy where shared memory reaches 0.966, at 128 KB a block has
-# too few registers.
+# at 64 KB registers are still as fast as shared memory, at 128 KB a block has too few registers.
 REGISTER_ROW_BYTES = 64 * 1024
 # A thread holds at most this many elements of a row in registers.
 MAX_HELD_ELEMENTS = 64
@@ -44,9 +43,9 @@ NARROW_PACKS = 128
 NARROW_VECS_PER_THREAD = ((1024, 5), (REGISTER_ROW_BYTES, 16))
 # Weight and bias are loaded before the sum is known where a thread then holds at most so many bytes
 # of them and its row: more would take the registers of other rows, of which small blocks have more.
-# Where they are wider than the row they come late in large blocks whose threads hold few elements:
-# RMSNorm 16384 x 4096 bf16 with a bias took 5 % longer, where 8192 columns, twice as many a thread,
-# took 1 to 2 % less. Where rows are few no others want the registers.
+# Where they are wider than the row they come late in large blocks whose threads hold few elements,
+# which had been slower with them early (RMSNorm 16384 x 4096 bf16 with a bias), where twice as many
+# a thread had been faster. Where rows are few no others want the registers.
 EARLY_WEIGHT_BYTES = 128
 EARLY_WIDE_WEIGHT_BYTES, EARLY_WIDE_WEIGHT_ELEMENTS = 192, 32
 SMALL_BLOCK_EARLY_WEIGHT_BYTES, SMALL_BLOCK_THREADS = 240, 128
@@ -193,7 +192,7 @@ def choose_launch(
         shared_bytes = plan.vecs_per_thread * threads * plan.vec_size * staged_itemsize
         return Launch(rows * plan.cluster_size, threads, shared_bytes, 1)
     rows_per_block = max(1, BLOCK_THREADS // threads)
-    few_rows = -(-rows // rows_per_block) < sm_count
+    few_rows = rows <= most_few_rows(plan, sm_count)
     if few_rows:
         rows_per_block = max(1, WARP // threads)
     grid = min(-(-rows // rows_per_block), MAX_GRID)
@@ -218,6 +217,11 @@ def beside_others(launch: Launch, sm_count: int, *, walks: bool = False) -> Laun
         spare_registers=launch.evict_first and threads <= half and not walks,
         next_early=not half // 2 < threads <= half,
     )
+
+
+def most_few_rows(plan: Plan, sm_count: int) -> int:
+    """The most rows that do not give every SM a block, by a plan of norm_forward."""
+    return (sm_count - 1) * max(1, BLOCK_THREADS // plan.threads_per_row)
 
 
 def most_spare_rows(plan: Plan, staged_itemsize: int, sm_count: int) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import sys
 import threading
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import cupy_rmsnorm as norms
-from cupy_rmsnorm import _cuda_warmup, _kernel
+from cupy_rmsnorm import _cuda, _cuda_warmup, _kernel, _plan
 from cupy_rmsnorm._check_tools import check_warmup
 from cupy_rmsnorm._kernel import DeviceProperties, Specialisation
 from tests.recorder import recorded
@@ -61,8 +62,6 @@ def launched(op: str, rows: int, hidden_size: int, options: dict[str, Any]) -> s
         if op.endswith("_backward"):
             forward = [x, x] if op.startswith("add_") else [x]
             getattr(norms, op)(x, *forward, weight, **parameters)
-        elif op == "qk_norm":
-            norms.qk_norm(x, x, weight, weight, **parameters)
         elif op.startswith("add_"):
             getattr(norms, op)(x, x, weight, **parameters)
         else:
@@ -88,6 +87,59 @@ def test_calls_find_their_kernels(
         for rows in ROWS:
             missing = launched(op, rows, hidden_size, options) - built
             assert not missing, (rows, missing)
+
+
+@pytest.mark.parametrize("sm_count", [1, 20, 108, 132])
+@pytest.mark.parametrize(
+    ("op", "dtype", "others"),
+    [
+        ("rms_norm", "float16", {}),
+        ("rms_norm", "float32", {"weight_dtype": "bfloat16"}),
+        ("layer_norm", "bfloat16", {"bias_dtype": "float32"}),
+        ("layer_norm", "float64", {"bias_dtype": "float64"}),
+        ("add_rms_norm", "bfloat16", {"weight_dtype": "float32", "bias_dtype": "float32"}),
+        ("add_rms_norm", "float32", {}),
+        ("qk_norm", "float32", {}),
+        ("qk_norm", "bfloat16", {}),
+    ],
+    ids=str,
+)
+def test_calls_of_any_number_of_rows_find_their_kernels(
+    op: str, dtype: str, others: dict[str, str], sm_count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = DeviceProperties(90, sm_count)
+    monkeypatch.setattr(_kernel, "device_properties", lambda device: properties)
+    names = ("residual_dtype", "out_dtype", "dout_dtype", "dweight_dtype", "bias_dtype")
+    dtypes: Any = dict.fromkeys(names) | {"dtype": dtype, "weight_dtype": dtype} | others
+    for hidden_size in (8, 96, 1000, 4096, 5376, 12288, 14336, 16384, 20000, 32768):
+        call = check_warmup(op, hidden_size, "once", False, None, **dtypes)
+        built = {specialisation for specialisation, _ in _cuda_warmup.specialisations(call, 0)}
+        kind = _cuda_warmup._forward_kind(call)
+        plan = _cuda.forward_plan(kind, hidden_size, 0)
+        pair = op == "qk_norm" and plan.kernel == "norm_forward"
+        launches = {}
+        last = _plan.rows_evicted_first(plan, kind.staged_itemsize) if plan.vecs_per_thread else 0
+        for rows in (*range(1, 6000), *range(last - 3, last + 3), 10**6):
+            if rows < 1:
+                continue
+            if pair:
+                arguments = rows - rows // 3, max(1, rows // 3)
+                launch = _plan.choose_pair_launch(plan, *arguments, kind.staged_itemsize, sm_count)
+            else:
+                launch = _plan.choose_launch(plan, rows, kind.staged_itemsize, sm_count)
+            apart = dataclasses.replace(launch, grid=0, **({"k_share": 0} if pair else {}))
+            launches.setdefault(apart, (rows, launch))
+        for rows, launch in launches.values():
+            for split_rows in {call.per_head, pair}:
+                if pair:
+                    wanted = _cuda.specialise_pair(
+                        kind, hidden_size, plan, launch, aligned=True, split_rows=split_rows
+                    )
+                else:
+                    wanted = _cuda.specialise_forward(
+                        kind, hidden_size, plan, launch, arch=90, aligned=True, split_rows=False
+                    )
+                assert wanted in built, (hidden_size, rows)
 
 
 def test_kernels_are_built_once_each_by_many_threads_beside_a_bar(
