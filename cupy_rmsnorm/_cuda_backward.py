@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward half of the CuPy backend."""
+"""The backward half of the CuPy backend.
+
+Few rows take one launch where the statistics are given, dx lies apart from x and heads share their
+weight: some of its blocks write dx while others sum dweight and dbias. Otherwise these sums are
+left in parts, which a second launch adds up. Rows that no cluster holds take up to four launches.
+"""
 
 from __future__ import annotations
 

@@ -43,9 +43,9 @@ NARROW_PACKS = 128
 NARROW_VECS_PER_THREAD = ((1024, 5), (REGISTER_ROW_BYTES, 16))
 # Weight and bias are loaded before the sum is known where a thread then holds at most so many bytes
 # of them and its row: more would take the registers of other rows, of which small blocks have more.
-# Where they are wider than the row they come late in large blocks whose threads hold few elements,
-# which had been slower with them early (RMSNorm 16384 x 4096 bf16 with a bias), where twice as many
-# a thread had been faster. Where rows are few no others want the registers.
+# Where they are wider than the row they come late in large blocks whose threads hold few elements:
+# early, RMSNorm 16384 x 4096 bf16 with a bias took longer, where 8192 columns, twice as many a
+# thread, took less. Where rows are few no others want the registers.
 EARLY_WEIGHT_BYTES = 128
 EARLY_WIDE_WEIGHT_BYTES, EARLY_WIDE_WEIGHT_ELEMENTS = 192, 32
 SMALL_BLOCK_EARLY_WEIGHT_BYTES, SMALL_BLOCK_THREADS = 240, 128

@@ -21,7 +21,7 @@ MAX_THREADS = 512  # with so many registers a thread
 CLUSTER_SIZES = (1, 2, 4, 8)
 # Clusters lie within a part of the GPU that has 10 to 20 SMs; what is left there stays idle. A grid
 # of more clusters than run at once would take twice as long: larger ones take so many eighths of
-# the SMs (of 33 clusters of 4, 30 ran at once on an H200; which SMs are left varies by GPU).
+# the SMs, as clusters for the rest may find no room; which SMs are left varies by GPU.
 CLUSTER_EIGHTHS = 7
 # The thresholds below were read off benchmarks/results/sweep_backward.json (H200).
 # Rows share a block until it has this many threads, or this many bytes of a stage: fewer where a

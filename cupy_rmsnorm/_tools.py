@@ -302,7 +302,8 @@ def warmup(
 
     Needed before a CUDA graph captures a first call. Kernels are built for the current device;
     nothing runs on it, and no value is computed or rounded. Where no GPU is available the
-    arguments are checked and nothing is built.
+    arguments are checked and nothing is built. Arrays are taken to be contiguous and to begin
+    on multiples of 16 bytes, as new ones are; a call with others may compile its kernel first.
 
     Parameters
     ----------

@@ -741,7 +741,7 @@ def graph_call(backend: Backend, hidden_size: int) -> tuple[Any, Any, Callable[[
 @pytest.mark.parametrize("rows", [5, 300])
 @pytest.mark.parametrize("hidden_size", [96, 4096, 40_000])
 def test_torch_captures_backward(torch: ModuleType, rows: int, hidden_size: int) -> None:
-    """Its blocks find out which of them is the last; a replay must find it out again."""
+    """The parts of dweight lie in the graph's own memory, which each replay must fill anew."""
     backend = BACKENDS["torch-cuda"]()
     x = backend.output(inputs.array((rows, hidden_size), "float16"))
     dout = backend.input(inputs.array((rows, hidden_size), "float16", seed=1))
