@@ -3,7 +3,7 @@
 
 CuPy compiles and keeps what it compiled on disk. It asks NVRTC for the code of the very GPU, which
 an NVRTC older than the GPU cannot give; then it is asked for PTX of the newest architecture that it
-knows, which the driver translates.
+knows, which the driver translates. For a GPU that a newer NVRTC has dropped there is no such way.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def _capture_allows_loading() -> Iterator[None]:
 def _load(source: str, options: tuple[str, ...], expression: str, arch: int) -> Any:
     import cupy
 
-    newest = max(cupy.cuda.nvrtc.getSupportedArchs())
+    supported = cupy.cuda.nvrtc.getSupportedArchs()
+    oldest, newest = min(supported), max(supported)
+    if arch < oldest:
+        raise RuntimeError(f"cannot compile {expression}: {_info.explain_old_gpu(arch, oldest)}")
     if arch > newest:
         return _load_ptx(source, options, expression, newest)
     module = cupy.RawModule(code=source, options=options, name_expressions=(expression,))

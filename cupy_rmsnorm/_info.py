@@ -79,8 +79,7 @@ def explain(driver: Driver, cupy: CuPy) -> str:
     install = f"pip install {_requirements(major)}"
     if driver.cuda < 12000 or not driver.devices:
         return _explain_driver(driver, "" if cupy.wheels else install)
-    replace = f"pip uninstall -y {' '.join(cupy.wheels)} && {install}" if cupy.wheels else install
-    return _explain_cupy(driver, cupy, replace) or _explain_toolkit(cupy)
+    return _explain_cupy(driver, cupy, _replace(cupy, install)) or _explain_toolkit(cupy)
 
 
 def _explain_driver(driver: Driver, install: str) -> str:
@@ -149,6 +148,16 @@ def _explain_toolkit(cupy: CuPy) -> str:
             f"{cupy.cuda // 1000}; run: {toolkit}"
         )
     return ""
+
+
+def explain_old_gpu(arch: int, oldest: int) -> str:
+    """That NVRTC compiles for `oldest` and newer GPUs alone, and what mends it."""
+    cupy = read_cupy()
+    return (
+        f"NVRTC {_parts(cupy.nvrtc or ())} compiles for compute capability {_capability(oldest)} "
+        f"and newer, and this GPU has {_capability(arch)}; run: "
+        f"{_replace(cupy, f'pip install {_requirements(12)}')}"
+    )
 
 
 def missing_toolkit() -> str:
@@ -288,6 +297,10 @@ def _fitting_major(driver: Driver, cupy: CuPy) -> int:
     return min(present, newest) if driver.cuda else present
 
 
+def _replace(cupy: CuPy, install: str) -> str:
+    return f"pip uninstall -y {' '.join(cupy.wheels)} && {install}" if cupy.wheels else install
+
+
 def _requirements(major: int) -> str:
     return f'"cupy-cuda{major}x>={_parts(CUPY_MINIMUM)}" {_toolkit_requirement(major)}'
 
@@ -321,6 +334,10 @@ def _parse(version: str) -> tuple[int, ...]:
 
 def _parts(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
+
+
+def _capability(arch: int) -> str:
+    return f"{arch // 10}.{arch % 10}"
 
 
 def _dotted(cuda: int) -> str | None:

@@ -155,6 +155,22 @@ def test_the_compiler_log_of_ptx(fails: type[Fails]) -> None:
         _build.load(SOURCE + "flaot x;", _kernel.OPTIONS, EXPRESSION, 130)
 
 
+def test_an_older_gpu_is_named_with_the_command(
+    fails: type[Fails], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails.error = AssertionError("NVRTC was asked")
+    parts = _info.CuPy(("cupy-cuda13x",), version="14.2.0", cuda=13000, nvrtc=(13, 0))
+    monkeypatch.setattr(_info, "read_cupy", lambda: parts)
+    monkeypatch.setattr(cupy.cuda.nvrtc, "getSupportedArchs", lambda: (75, 80, 90))
+    with pytest.raises(RuntimeError) as raised:
+        load(arch=70)
+    assert str(raised.value) == (
+        f"cannot compile {EXPRESSION}: NVRTC 13.0 compiles for compute capability 7.5 and newer, "
+        "and this GPU has 7.0; run: pip uninstall -y cupy-cuda13x && "
+        f'pip install "cupy-cuda12x>=14.2" {TOOLKIT.removeprefix("pip install ")}'
+    )
+
+
 def test_a_known_gpu_is_left_to_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
