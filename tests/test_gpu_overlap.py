@@ -144,6 +144,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
 def behind_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches overlap whatever comes before, outside of captures as well."""
     anywhere = 1, 1
+    monkeypatch.setattr(_enqueue, "capture_test", lambda: lambda stream: True)
     monkeypatch.setattr(_enqueue, "end_of_capture", lambda stream: anywhere)
     monkeypatch.setattr(_enqueue, "_own_end", anywhere)
 
