@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
 from tests import compare, inputs, oracle
-from tests.backends import Backend
+from tests.backends import Backend, Cupy, TorchCuda
 from tests.calls import Case, Gradient, backward, check_forward, forward
 
 NORMS = ("rms", "layer")
@@ -28,6 +30,11 @@ def odd_case(dtype: str, norm: str, value: float, at: int = 5) -> Case:
 
 def values(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float64)
+
+
+def runs_kernels(backend: Backend) -> bool:
+    """Where float32 is flushed; the others compute with NumPy."""
+    return isinstance(backend, (Cupy, TorchCuda))
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -134,6 +141,48 @@ def test_backward_of_an_overflowing_sum_of_squares(
 
 
 @pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("saved", [False, True])
+def test_backward_where_the_sum_behind_dx_overflows_too(
+    backend: Backend, norm: str, saved: bool
+) -> None:
+    """Kernels sum dout * weight * (x - mean) before they multiply by rstd, which is 0."""
+    x = np.full((2, 64), 1e37, np.float32)
+    x[:, ::2] *= -1
+    case = Case(x=x, norm=norm, weight=np.ones(64, np.float32))
+    zeros = np.zeros(2, np.float32) if saved else None
+    mean = zeros if norm == "layer" else None
+    got = backward(backend, case, Gradient(dout=np.sign(x) * 10, mean=mean, rstd=zeros))
+    np.testing.assert_array_equal(got["dx"], np.nan if runs_kernels(backend) else 0)
+    np.testing.assert_array_equal(got["dweight"], 0)
+
+
+@pytest.mark.parametrize("out_dtype", [None, "float32"])
+def test_a_plain_sum_that_overflows(backend: Backend, out_dtype: str | None) -> None:
+    """LayerNorm's mean is formed by one where y has 16 bits, but not with NumPy."""
+    x = oracle.round_to(np.full((2, 64), 2e37), "bfloat16")
+    bias = inputs.bias(64, "bfloat16")
+    case = Case(x=x, norm="layer", bias=bias, weight=np.ones(64, np.float32), out_dtype=out_dtype)
+    got = forward(backend, case, statistics=True)
+    if runs_kernels(backend) and out_dtype is None:
+        assert np.isposinf(got["mean"]).all()
+        assert np.isnan(values(got["y"])).all()
+    else:
+        compare.equal(got["mean"], x[:, 0].astype(np.float32), "mean")
+        np.testing.assert_array_equal(values(got["y"]), np.broadcast_to(values(bias), x.shape))
+
+
+def test_backward_without_a_mean_whose_plain_sum_overflows(backend: Backend) -> None:
+    x = np.full((2, 64), 2e37, np.float32)
+    dout = inputs.array(x.shape, "float32")
+    case = Case(x=x, norm="layer", weight=np.ones(64, np.float32))
+    got = backward(backend, case, Gradient(dout=dout))["dx"]
+    assert (np.isnan(got) if runs_kernels(backend) else np.isfinite(got)).all()
+    saved = forward(backend, case, statistics=True)
+    given = Gradient(dout=dout, mean=saved["mean"], rstd=saved["rstd"])
+    assert np.isfinite(backward(backend, case, given)["dx"]).all()
+
+
+@pytest.mark.parametrize("norm", NORMS)
 def test_float64_does_not_overflow_there(backend: Backend, norm: str) -> None:
     case = Case(x=1e20 * inputs.array((2, 64), "float64"), norm=norm)
     check_forward(case, forward(backend, case, statistics=True))
@@ -176,13 +225,55 @@ def test_squares_that_vanish_beside_eps(backend: Backend, norm: str) -> None:
     check_forward(case, forward(backend, case, statistics=True))
 
 
+@pytest.mark.parametrize(
+    ("value", "kept"), [(1e-20, 1.0000026), (3e-23, 0.8014122), (2.6e-23, np.inf)]
+)
+def test_squares_that_vanish_without_eps(backend: Backend, value: float, kept: float) -> None:
+    """Kernels flush them all; NumPy keeps ever fewer digits of them, and then none."""
+    case = Case(x=np.full((2, 64), value, np.float32), eps=0.0)
+    got = forward(backend, case, statistics=True)
+    expected = np.inf if runs_kernels(backend) else kept
+    np.testing.assert_allclose(got["y"], expected, rtol=1e-6)
+    np.testing.assert_allclose(got["rstd"], expected / value, rtol=1e-6)
+
+
+def test_squares_that_do_not_vanish_without_eps(backend: Backend) -> None:
+    case = Case(x=np.full((2, 64), 1.2e-19, np.float32), eps=0.0)
+    check_forward(case, forward(backend, case, statistics=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("first", "gain"), [(1.0, 1e-39), (0.5, 1.5e-38)], ids=["weight", "y"])
+def test_subnormal_weights_and_results(
+    backend: Backend, dtype: str, first: float, gain: float
+) -> None:
+    x = oracle.round_to(np.ones((2, 64)), dtype)
+    x[:, 0] = first
+    weight = oracle.round_to(np.full(64, gain), dtype)
+    case = Case(x=x, weight=weight, eps=0.0)
+    got = forward(backend, case, statistics=True)
+    small = values(x) * values(got["rstd"])[:, None] * values(weight) < 2.0**-126
+    assert small[:, 0].all()
+    if runs_kernels(backend):
+        np.testing.assert_array_equal(values(got["y"]) == 0, small)
+    else:
+        check_forward(case, got)
+        assert (values(got["y"]) > 0).all()
+
+
 def test_float64_is_not_flushed(backend: Backend) -> None:
     case = Case(x=1e-150 * inputs.array((2, 64), "float64"), eps=0.0)
     check_forward(case, forward(backend, case, statistics=True))
 
 
-@pytest.mark.parametrize("hidden_size", [1, 3, 7, 100, 1000, 1537, 8192])
-@pytest.mark.parametrize("dtype", oracle.DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "hidden_size"),
+    [
+        *itertools.product(oracle.DTYPES, (1, 3, 7, 100, 1000, 1537, 8192)),
+        *(("bfloat16", size) for size in (32768, 50001, 65536)),
+        *(("float32", 65536), ("float32", 1_000_000), ("float64", 25002)),
+    ],
+)
 def test_a_constant_row_gives_exactly_the_bias(
     backend: Backend, dtype: str, hidden_size: int
 ) -> None:
