@@ -19,7 +19,7 @@ from cupy_rmsnorm import _kernel
 from cupy_rmsnorm._kernel import Specialisation
 from cupy_rmsnorm._plan import Launch, choose_launch, choose_plan, row_itemsize
 from cupy_rmsnorm._plan_backward import FEW_ROWS_PER_SM
-from tests import calls, compare, inputs, oracle
+from tests import calls, compare, inputs
 from tests.backends import Backend, Cupy, TorchCuda, missing
 from tests.calls import Case, Gradient
 from tests.test_gpu import need_memory
