@@ -187,3 +187,4 @@ class WarmupCall:
     masked: Masked | None  # None: no mask
     groups: int = 1  # if there are several: the heads
     partial: int | None = None
+    need_dx: bool = True  # of a backward function

@@ -104,6 +104,8 @@ def check_warmup(
     masked: object,
     groups: object = 1,
     columns: object = None,
+    need_dx: object = True,
+    need_dweight: object = True,
     **dtypes: str | None,
 ) -> WarmupCall:
     """The checked record of a call to prepare; dtypes that are not given follow x's."""
@@ -136,11 +138,16 @@ def check_warmup(
         if value is not None and not has:
             what = {"masked": "mask", "partial": "such option"}.get(name, "such array")
             raise ValueError(f"{name} must be None, since the call has no {what}")
+    needs_dx, needs_dweight = flag("need_dx", need_dx), flag("need_dweight", need_dweight)
+    for name, needs in (("need_dx", needs_dx), ("need_dweight", needs_dweight)):
+        if not (needs or is_backward):
+            raise ValueError(f"{name} must be True, since the call has no such option, got False")
     if parts > 1 and op == "qk_norm":
         raise ValueError(f"groups must be 1, since the call has no such option, got {parts}")
     out_dtype = dtypes["out_dtype"] or dtype
     if is_backward and not op.startswith("add_") and out_dtype != dtype:
         raise ValueError(f"out_dtype must be {dtype}, since dx has x's dtype, got {out_dtype}")
+    dweight_dtype = dtypes["dweight_dtype"] or dtypes["weight_dtype"]
     return WarmupCall(
         op=op,
         hidden_size=size // parts,
@@ -150,10 +157,11 @@ def check_warmup(
         residual_dtype=(dtypes["residual_dtype"] or dtype) if adds else None,
         out_dtype=out_dtype,
         dout_dtype=(dtypes["dout_dtype"] or dtype) if is_backward else None,
-        dweight_dtype=(dtypes["dweight_dtype"] or dtypes["weight_dtype"]) if is_backward else None,
+        dweight_dtype=dweight_dtype if is_backward and needs_dweight else None,
         cast=cast(Cast, choice("cast", rounding, CASTS)),
         per_head=by_head or parts > 1,
         masked=None if masked is None else cast(Masked, choice("masked", masked, MASKED)),
         groups=parts,
         partial=partial(columns, size // parts),
+        need_dx=needs_dx,
     )

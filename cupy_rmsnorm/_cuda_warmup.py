@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import os
@@ -116,12 +117,15 @@ def _forward(call: WarmupCall, valid_rows: str, device: int) -> Iterator[Built]:
     properties = _kernel.device_properties(device)
     kind = _forward_kind(call, valid_rows)
     plan = forward_plan(kind, call.hidden_size, device)
-    for rows in _rows(plan, kind, properties.sm_count):
+    kinds = [kind]
+    if kind.weight is None and kind.bias is None and call.op != "qk_norm":
+        kinds.append(dataclasses.replace(kind, bias="constant"))  # beside a constant weight
+    for rows, each in itertools.product(_rows(plan, kind, properties.sm_count), kinds):
         launch = choose_launch(
-            plan, rows, kind.staged_itemsize, properties.sm_count, kind.masked is not None
+            plan, rows, each.staged_itemsize, properties.sm_count, each.masked is not None
         )
         specialisation = specialise_forward(
-            kind,
+            each,
             call.hidden_size,
             plan,
             launch,
@@ -165,16 +169,28 @@ class _Recorder(Run):
 
 def _backward(call: WarmupCall, valid_rows: str, device: int) -> Iterator[Built]:
     heads = (call.groups,) if call.groups > 1 else HEADS if call.per_head else (0,)
-    for rows, head_count, statistics in itertools.product(ROWS, heads, (True, False)):
+    # The sum that an add_* function returns need not have been used.
+    arriving = (True, False) if call.op.startswith("add_") else (False,)
+    for rows, head_count, statistics, arrives in itertools.product(
+        ROWS, heads, (True, False), arriving
+    ):
         row_shape = (rows, head_count) if call.per_head else (rows,)
-        recorder = _Recorder(_backward_call(call, row_shape, valid_rows, statistics, device))
-        recorder.run()
-        yield from recorder.built
+        prepared = _backward_call(call, row_shape, valid_rows, statistics, arrives, device)
+        recorder = _Recorder(prepared)
+        if recorder.kind.dx is not None or recorder.kind.sums > 0:
+            recorder.run()
+            yield from recorder.built
 
 
 def _backward_call(
-    call: WarmupCall, row_shape: tuple[int, ...], valid_rows: str, statistics: bool, device: int
+    call: WarmupCall,
+    row_shape: tuple[int, ...],
+    valid_rows: str,
+    statistics: bool,
+    arrives: bool,
+    device: int,
 ) -> Backward:
+    """Such a call; `arrives` says whether a gradient comes to residual_out."""
     space: Any = _Nowhere(device)
     shape, weight_shape = (*row_shape, call.hidden_size), (*row_shape[1:], call.hidden_size)
     adds = call.op.startswith("add_")
@@ -187,7 +203,7 @@ def _backward_call(
         return None if dtype is None else space.empty(name, shape, dtype)
 
     given = accumulation if statistics else None
-    dresidual = call.dtype if adds and call.dtype != call.out_dtype else None
+    dresidual = call.dtype if adds and call.need_dx and call.dtype != call.out_dtype else None
     weight = room("weight", weight_shape, call.weight_dtype)
     return Backward(
         function=call.op,
@@ -206,10 +222,10 @@ def _backward_call(
         partial=call.partial,
         mask_rows=call.groups,
         dout=space.empty("dout", shape, call.dout_dtype or call.dtype),
-        dresidual_out=room("dresidual_out", shape, call.dtype if adds else None),
+        dresidual_out=room("dresidual_out", shape, call.dtype if arrives else None),
         mean=room("mean", row_shape, given if layer else None),
         rstd=room("rstd", row_shape, given),
-        dx=space.empty("dx", shape, call.out_dtype),
+        dx=room("dx", shape, call.out_dtype if call.need_dx else None),
         dresidual=room("dresidual", shape, dresidual),
         dweight=room("dweight", weight_shape, call.dweight_dtype),
         dbias=room("dbias", weight_shape, call.bias_dtype),

@@ -296,6 +296,8 @@ def warmup(
     masked: MaskedOption | None = None,
     groups: int = 1,
     partial: int | None = None,
+    need_dx: bool = True,
+    need_dweight: bool = True,
     calls: Iterable[Mapping[str, Any]] | None = None,
 ) -> None:
     """Build the kernels of coming calls, so that none of them waits for a compilation.
@@ -304,6 +306,7 @@ def warmup(
     nothing runs on it, and no value is computed or rounded. Where no GPU is available the
     arguments are checked and nothing is built. Arrays are taken to be contiguous and to begin
     on multiples of 16 bytes, as new ones are; a call with others may compile its kernel first.
+    So may the backward of a LayerNorm that is given rstd without mean.
 
     Parameters
     ----------
@@ -315,7 +318,8 @@ def warmup(
     dtype : dtype
         x's dtype; for the backward of an add_* function, residual_out's.
     weight_dtype, bias_dtype : dtype, optional
-        None for a call without one, or with a constant weight.
+        None for a call without one, or with a constant. A qk_norm whose two weights differ in
+        dtype, or of which one is None, takes the kernels of two calls of rms_norm.
     residual_dtype : dtype, optional
         Of an add_* function's residual; x's if it is not given.
     out_dtype : dtype, optional
@@ -332,6 +336,8 @@ def warmup(
         As in the call.
     partial : int, optional
         As in the call.
+    need_dx, need_dweight : bool, default True
+        As in the call of a backward function, which takes other kernels without one of them.
     calls : iterable of mapping, optional
         Many calls at once, each a mapping of the parameters above, in place of all of them.
 
@@ -366,6 +372,8 @@ def warmup(
             masked,
             None if groups == 1 else groups,
             partial,
+            None if need_dx is True else need_dx,
+            None if need_dweight is True else need_dweight,
         )
         checked = check_calls(calls, _warmup_call)
     else:
@@ -378,6 +386,8 @@ def warmup(
                 masked=masked,
                 groups=groups,
                 partial=partial,
+                need_dx=need_dx,
+                need_dweight=need_dweight,
                 dtype=dtype,
                 weight_dtype=weight_dtype,
                 bias_dtype=bias_dtype,
@@ -402,6 +412,8 @@ def _warmup_call(
     masked: object = None,
     groups: object = 1,
     partial: object = None,
+    need_dx: object = True,
+    need_dweight: object = True,
     dtype: object = None,
     weight_dtype: object = None,
     bias_dtype: object = None,
@@ -421,6 +433,8 @@ def _warmup_call(
         masked,
         groups,
         partial,
+        need_dx,
+        need_dweight,
         dtype=dtype_name("dtype", dtype),
         weight_dtype=dtype_name("weight_dtype", weight_dtype),
         bias_dtype=dtype_name("bias_dtype", bias_dtype),

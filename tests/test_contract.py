@@ -81,7 +81,8 @@ SIGNATURES = {
     "warmup": (
         "op=None, *, hidden_size=None, dtype=None, weight_dtype=None, bias_dtype=None, "
         "residual_dtype=None, out_dtype=None, dout_dtype=None, dweight_dtype=None, cast='once', "
-        "per_head=False, masked=None, groups=1, partial=None, calls=None"
+        "per_head=False, masked=None, groups=1, partial=None, need_dx=True, "
+        "need_dweight=True, calls=None"
     ),
 }
 FUNCTIONS = [name for name in norms.__all__ if callable(getattr(norms, name))]

@@ -671,7 +671,13 @@ WARMUP_CASES = [
     ),
     *(
         case(warm, TypeError, "calls must come alone, got other arg", calls=[], **{name: value})
-        for name, value in (("cast", "before_weight"), ("per_head", True), ("masked", "keep"))
+        for name, value in (
+            ("cast", "before_weight"),
+            ("per_head", True),
+            ("masked", "keep"),
+            ("need_dx", False),
+            ("need_dweight", False),
+        )
     ),
     *(
         case(warm, TypeError, f"calls must be an iterable of mappings, got {got}", calls=calls)
@@ -682,7 +688,8 @@ WARMUP_CASES = [
         warm,
         TypeError,
         "calls[0] must have keys of op, hidden_size, cast, per_head, masked, groups, partial, "
-        "dtype, weight_dtype, bias_dtype, residual_dtype, out_dtype, dout_dtype, dweight_dtype, "
+        "need_dx, need_dweight, dtype, weight_dtype, bias_dtype, residual_dtype, out_dtype, "
+        "dout_dtype, dweight_dtype, "
         "got 'size'",
         calls=[{"op": "rms_norm", "size": 64}],
     ),
@@ -721,6 +728,24 @@ WARMUP_CASES = [
             ("bias_dtype", "such array", {"bias_dtype": "float32"}),
             ("masked", "mask", {"masked": "zero"}),
         )
+    ),
+    *(
+        case(
+            warm,
+            ValueError,
+            f"{name} must be True, since the call has no such option, got False",
+            **QK,
+            **{name: False},
+        )
+        for name in ("need_dx", "need_dweight")
+    ),
+    case(
+        warm,
+        TypeError,
+        "need_dx must be True or False, got int",
+        "rms_norm_backward",
+        need_dx=1,
+        **SIZE,
     ),
     case(
         warm,

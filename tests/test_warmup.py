@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import sys
 import threading
 import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 import cupy_rmsnorm as norms
-from cupy_rmsnorm import _cuda, _cuda_warmup, _kernel, _plan
+from cupy_rmsnorm import _cuda, _cuda_warmup, _kernel, _plan, _tools
 from cupy_rmsnorm._check_tools import check_warmup
 from cupy_rmsnorm._kernel import DeviceProperties, Specialisation
 from tests.recorder import recorded
@@ -87,6 +89,101 @@ def test_calls_find_their_kernels(
         for rows in ROWS:
             missing = launched(op, rows, hidden_size, options) - built
             assert not missing, (rows, missing)
+
+
+def ones(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float32)
+
+
+HIDDEN_SIZES = (64, 1000, 40_000)
+WITHOUT = [{"need_dx": False}, {"need_dweight": False}]
+BACKWARDS = tuple(name for name in norms.__all__ if name.endswith("_backward"))
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., set[Specialisation]]:
+    """What warmup builds for a mapping of its `calls`."""
+    properties = DeviceProperties(90, SM_COUNT)
+    monkeypatch.setattr(_kernel, "device_properties", lambda device: properties)
+
+    def found(**call: Any) -> set[Specialisation]:
+        asked = _tools._warmup_call(**{"dtype": "float32", "weight_dtype": "float32"} | call)
+        return {specialisation for specialisation, _ in _cuda_warmup.specialisations(asked, 0)}
+
+    return found
+
+
+def taken(call: Callable[[], object]) -> set[Specialisation]:
+    with recorded(90, SM_COUNT) as launches:
+        call()
+    return {launch.specialisation for launch in launches}
+
+
+@pytest.mark.parametrize("hidden_size", HIDDEN_SIZES)
+@pytest.mark.parametrize("needs", [{}, *WITHOUT], ids=str)
+@pytest.mark.parametrize("op", BACKWARDS)
+def test_backward_calls_of_fewer_gradients_find_their_kernels(
+    op: str, needs: dict[str, bool], hidden_size: int, prepared: Callable[..., set[Specialisation]]
+) -> None:
+    """Beside an absent gradient: dresidual_out that is absent, and statistics that are given."""
+    norm = getattr(norms, op)
+    weight, adds = ones(hidden_size), op.startswith("add_")
+    others: list[dict[str, Any]] = [{}]
+    if adds:
+        others.append({"x_dtype": "float16"})
+    if "layer" in op:
+        others.append({"bias": weight})
+    for other, rows in itertools.product(others, (1, 100, 300, 5000 if hidden_size < 5000 else 7)):
+        asked = {
+            "out_dtype": other.get("x_dtype"),
+            "bias_dtype": "float32" if "bias" in other else None,
+        }
+        built = prepared(op=op, hidden_size=hidden_size, **needs, **asked)
+        x, row = ones(rows, hidden_size), ones(rows)
+        given = {"rstd": row} | ({"mean": row} if "layer" in op else {})
+        arrays = [(x, x, x), (x, None, x)] if adds else [(x, x)]
+        for leading, statistics in itertools.product(arrays, ({}, given)):
+            call = functools.partial(norm, *leading, weight, **needs, **other, **statistics)
+            assert taken(call) <= built, (rows, other, len(leading), statistics)
+
+
+@pytest.mark.parametrize("op", BACKWARDS)
+def test_nothing_is_built_for_a_backward_call_that_computes_nothing(
+    op: str, prepared: Callable[..., set[Specialisation]]
+) -> None:
+    asked = {"op": op, "hidden_size": 64, "need_dx": False}
+    assert prepared(**asked, need_dweight=False) == set()
+    assert prepared(**asked, weight_dtype=None) == set()
+    assert prepared(**asked, weight_dtype=None, bias_dtype="float32") != set()
+
+
+@pytest.mark.parametrize("hidden_size", HIDDEN_SIZES)
+def test_calls_with_constants_find_their_kernels(
+    hidden_size: int, prepared: Callable[..., set[Specialisation]]
+) -> None:
+    for rows in (1, 132, 133, 300):
+        x = ones(rows, hidden_size)
+        for op in ("rms_norm", "layer_norm_forward", "add_rms_norm"):
+            built = prepared(op=op, hidden_size=hidden_size, weight_dtype=None)
+            leading = (x, x) if op.startswith("add_") else (x,)
+            for constants in ((), (2.0,), (2.0, 0.5)):
+                call = functools.partial(getattr(norms, op), *leading, *constants)
+                assert taken(call) <= built, (op, rows, constants)
+        built = prepared(op="rms_norm_backward", hidden_size=hidden_size, weight_dtype=None)
+        assert taken(lambda x=x: norms.rms_norm_backward(x, x, 2.0, bias=0.5)) <= built
+
+
+@pytest.mark.parametrize("weights", [("float32", None), (None, "float16")])
+def test_a_pair_of_unlike_weights_takes_the_kernels_of_two_calls(
+    weights: tuple[str | None, str | None], prepared: Callable[..., set[Specialisation]]
+) -> None:
+    built = set[Specialisation]()
+    for dtype in weights:
+        built |= prepared(op="rms_norm", hidden_size=128, weight_dtype=dtype)
+    given = [None if dtype is None else np.ones(128, dtype) for dtype in weights]
+    for tokens in (1, 100, 5000):
+        q, k = ones(tokens, 8, 128), ones(tokens, 2, 128)
+        assert taken(lambda q=q, k=k: norms.qk_norm(q, k, *given)) <= built
 
 
 @pytest.mark.parametrize("sm_count", [1, 20, 108, 132])
