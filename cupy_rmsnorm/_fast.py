@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import struct
 import threading
 import weakref
@@ -315,6 +316,9 @@ def _alike(a: Array | None, b: Array | None) -> bool:
 
 
 libraries: dict[type, Library] = {}  # by the type of x
+if hasattr(os, "register_at_fork"):
+    # CUDA does not serve a child of a process that used it: the general road says so.
+    os.register_at_fork(after_in_child=libraries.clear)
 _kept: dict[Hashable, Kept] = {}  # by function and options
 _alive: weakref.WeakSet[Kept] = weakref.WeakSet()  # these, and others that a bound norm holds
 # By function, what was last asked for: what is kept, its out_dtype and options. The same objects

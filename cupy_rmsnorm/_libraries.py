@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import sys
 from typing import Any
 
@@ -27,6 +28,7 @@ DLPACK_HOST = (1, 3)  # plain and pinned
 DLPACK_CUDA = (2, 13)  # CUDA's own and its managed memory
 
 CUDA_EVENT_DISABLE_TIMING = 2
+CUDA_ERROR_NOT_INITIALIZED = 3
 
 
 class Library:
@@ -371,6 +373,7 @@ class _CudaSpace(Space):
     """Memory on a GPU, ordered on the stream that is current for the caller's library."""
 
     def __init__(self, device: Device, stream: int) -> None:
+        _require_cuda(os.getpid())
         self.device = device
         self.stream = stream
 
@@ -463,6 +466,19 @@ def _require_gpu(name: str) -> None:
     available, reason = _info().available()
     if not available:
         _refuse.no_gpu(name, reason)
+
+
+@functools.cache
+def _require_cuda(process: int) -> None:
+    """Refuse GPU work in a process whose parent had used CUDA before the fork."""
+    from ._build import driver
+
+    try:
+        status = driver().cuInit(0)
+    except (OSError, AttributeError):  # no driver: what is missing is told elsewhere
+        return
+    if status == CUDA_ERROR_NOT_INITIALIZED:
+        _refuse.forked()
 
 
 def _cuda_array(

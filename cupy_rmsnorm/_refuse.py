@@ -180,6 +180,14 @@ def no_gpu(name: str, reason: str) -> NoReturn:
     raise RuntimeError(f"{name} is on a CUDA device, but the GPU backend cannot run: {reason}")
 
 
+def forked() -> NoReturn:
+    """Refuse GPU work in a process that CUDA does not serve."""
+    raise RuntimeError(
+        "CUDA does not serve this process, which was forked from one that had used it: start "
+        "processes by multiprocessing's 'spawn'"
+    )
+
+
 def needs_gradient(name: str) -> NoReturn:
     """Refuse to detach a torch tensor silently."""
     raise RuntimeError(

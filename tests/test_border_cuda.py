@@ -4,6 +4,7 @@ GPU: CuPy arrays lie over host memory, and the backend is a stand-in that keeps 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import cupy_rmsnorm as norms
-from cupy_rmsnorm import _info, _run
+from cupy_rmsnorm import _build, _info, _libraries, _run
 from cupy_rmsnorm._call import Device
 
 cupy = pytest.importorskip("cupy")
@@ -89,6 +90,23 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     cupy.cuda.set_allocator(gpu.allocate)
     yield gpu
     cupy.cuda.set_allocator(before)
+
+
+@pytest.mark.parametrize("status", [0, 3, 100])  # CUDA_ERROR_NOT_INITIALIZED is 3
+def test_a_fork_that_cuda_does_not_serve(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr(_build, "driver", lambda: SimpleNamespace(cuInit=lambda flags: status))
+    _libraries._require_cuda.cache_clear()
+    process = os.getpid()
+    for turn in (1, 2):
+        monkeypatch.setattr(os, "getpid", lambda turn=turn: process + turn)
+        if status == 3:
+            with pytest.raises(RuntimeError, match=r"forked from .*: start .* 'spawn'$"):
+                norms.rms_norm(over(HOST))
+        else:
+            norms.rms_norm(over(HOST))
+    assert len(gpu.calls) == (0 if status == 3 else 2)
 
 
 # CuPy ----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import shutil
 import subprocess
@@ -261,13 +262,40 @@ def test_a_first_call_is_quick_where_the_cache_is_warm(tmp_path: Path) -> None:
     assert seconds <= 0.150
 
 
+PROCESSES = 8
+# The processes wait for one another, so that they compile at once.
+MEET = """
+    import os, pathlib
+    (pathlib.Path({place!r}) / str(os.getpid())).touch()
+    limit = time.monotonic() + 30
+    while len(os.listdir({place!r})) < {processes} and time.monotonic() < limit:
+        time.sleep(0.001)
+"""
+
+
 @pytest.mark.usefixtures("cupy_here")
-def test_truncated_cache_files(tmp_path: Path) -> None:
+def test_eight_processes_on_one_empty_cache(tmp_path: Path) -> None:
+    cache, place = tmp_path / "cache", tmp_path / "met"
+    place.mkdir()
+    meet = MEET.format(place=os.fspath(place), processes=PROCESSES)
+    with concurrent.futures.ThreadPoolExecutor(PROCESSES) as pool:
+        done = list(pool.map(run, [cache] * PROCESSES, [meet] * PROCESSES))
+    for one in done:
+        assert one.returncode == 0, one.stderr
+    assert len(os.listdir(place)) == PROCESSES
+    after = run(cache, NO_COMPILER)
+    assert after.returncode == 0, after.stderr
+    assert {one.stdout.split()[1] for one in (*done, after)} == {after.stdout.split()[1]}
+
+
+@pytest.mark.usefixtures("cupy_here")
+@pytest.mark.parametrize("left", [0, 0.5], ids=["empty", "half"])
+def test_truncated_cache_files(tmp_path: Path, left: float) -> None:
     first = run(tmp_path)
     files = [path for path in tmp_path.iterdir() if path.is_file()]
     assert files
     for path in files:
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        path.write_bytes(path.read_bytes()[: int(left * path.stat().st_size)])
     second = run(tmp_path)
     assert second.returncode == 0, second.stderr
     assert second.stdout.split()[1] == first.stdout.split()[1]
@@ -283,6 +311,29 @@ def test_a_cache_folder_that_is_gone(tmp_path: Path) -> None:
     assert "set CUPY_CACHE_DIR" in failed.stderr
     shutil.rmtree(folder, ignore_errors=True)
     assert run(folder, gone, CUPY_CACHE_IN_MEMORY="1").returncode == 0
+
+
+FULL = """
+    import resource
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))
+"""
+
+
+@pytest.mark.usefixtures("cupy_here")
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no limits on files")
+def test_a_full_disk(tmp_path: Path) -> None:
+    """No file takes more than 512 bytes, which is less than a compiled kernel."""
+    full = run(tmp_path, FULL)
+    assert full.returncode != 0
+    last = full.stderr.splitlines()[-1]
+    assert last.startswith("RuntimeError: CuPy cannot keep compiled kernels in"), full.stderr
+    assert "set CUPY_CACHE_DIR" in last
+    kept = run(tmp_path, FULL, CUPY_CACHE_IN_MEMORY="1")
+    assert kept.returncode == 0, kept.stderr
+    # What was left of the attempt is in nobody's way.
+    after = run(tmp_path)
+    assert after.returncode == 0, after.stderr
+    assert after.stdout.split()[1] == kept.stdout.split()[1]
 
 
 @pytest.mark.usefixtures("cupy_here")
@@ -471,6 +522,77 @@ CAPTURED = """
         stream.synchronize()
     assert (out == 1).all()
 """
+
+
+FORKED = """
+    import os, signal, sys, warnings
+    import numpy as np
+    import cupy_rmsnorm as norms
+    {arrays}
+    bound = norms.bind_rms_norm(weight)
+    calls = [
+        lambda: norms.rms_norm(x, weight, out=out),
+        lambda: norms.add_rms_norm(x, x, weight, out=out, residual_out=other),
+        lambda: norms.layer_norm_forward(x),
+        lambda: norms.rms_norm_backward(x, x, weight, dx_out=out),
+        lambda: bound(x, out),
+    ]
+    repeated = calls[:{repeated}]
+    for call in repeated + repeated:
+        call()
+    synchronize()
+    warnings.simplefilter("ignore")  # Python 3.12 warns of threads at a fork
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends what hangs
+        try:
+            for call in calls:
+                try:
+                    call()
+                    print("no error", flush=True)
+                except Exception as error:
+                    print(type(error).__name__, *str(error).split(), flush=True)
+            print(float(norms.rms_norm(np.ones((2, 8), np.float32), eps=0.0).sum()), flush=True)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    norms.rms_norm(x, weight, eps=0.0, out=out)  # the parent goes on
+    assert abs(float(out[0, 0]) - 1) < 1e-3
+    sys.exit(os.waitstatus_to_exitcode(status))
+"""
+CUPYS_ARRAYS = """
+    import cupy
+    x, weight = cupy.ones((4, 1024), "float16"), cupy.ones(1024, "float16")
+    out, other = cupy.empty_like(x), cupy.empty_like(x)
+    synchronize = cupy.cuda.runtime.deviceSynchronize
+"""
+TORCHS_ARRAYS = """
+    import torch
+    torch.set_grad_enabled(False)
+    x, weight = torch.ones(4, 1024, device="cuda").half(), torch.ones(1024, device="cuda").half()
+    out, other = torch.empty_like(x), torch.empty_like(x)
+    synchronize = torch.cuda.synchronize
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.parametrize("repeated", [0, 5], ids=["cold", "warm"])
+@pytest.mark.parametrize("library", ["cupy", "torch-cuda"])
+def test_a_fork_of_a_process_that_used_the_gpu(library: str, repeated: int) -> None:
+    """Its GPU calls raise a sentence that names the way out, and it has the NumPy backend."""
+    reason = missing(library)
+    if reason is not None:
+        pytest.skip(reason)
+    arrays = (CUPYS_ARRAYS if library == "cupy" else TORCHS_ARRAYS).strip()
+    code = FORKED.replace("{arrays}", arrays).replace("{repeated}", str(repeated))
+    done = in_process(code)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *errors, total = done.stdout.splitlines()
+    assert float(total) == 16
+    assert len(errors) == 5
+    for error in errors:
+        assert error.startswith("RuntimeError"), done.stdout
+        assert "'spawn'" in error, done.stdout
 
 
 def in_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
