@@ -246,46 +246,50 @@ def test_plain_calls_on_another_gpu_than_the_current(
 
 # 64-bit offsets -----------------------------------------------------------------------------------
 
-CHUNK = 2**14
+CHUNK = 2**14  # rows
+PERIOD = 15  # of rows after which they are the same again; it divides no power of two
 
 
-def whole_numbers(xp: Any, part: range) -> tuple[Any, Any, Any]:
-    """(x, dout, weight) of these rows: x is 1 or -1, so that xhat is x, and each sum is exact."""
-    row = xp.arange(part.start, part.stop)[:, None]
-    column = xp.arange(HIDDEN_SIZE)
+def whole_numbers() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """x, dout and dx of PERIOD rows, and weight: x is 1 or -1, so that xhat is x and sums exact."""
+    row, column = np.arange(PERIOD)[:, None], np.arange(HIDDEN_SIZE)
     x = 1 - 2 * ((row + column * column) % 3 == 0)
     dout = ((7 * row + 3 * column) % 5 - 1) * (1 - 3 * (column % 2))
-    return x, dout, column % 4 - 1
+    weight = column % 4 - 1
+    gradient = (dout * weight).astype(np.float64)
+    dx = gradient - x * (gradient * x).mean(axis=1, keepdims=True)
+    halves = [values.astype(np.float16) for values in (x, dout, dx)]
+    return halves[0], halves[1], halves[2], weight.astype(np.float32)
 
 
 def check_gradients_of_whole_numbers(xp: Any, rows: int) -> None:
-    """dx and dweight of so many rows against sums of integers, a chunk of rows at a time."""
+    """dx and dweight of so many rows against exact ones, a chunk of rows at a time."""
+    some_x, some_dout, some_dx, weight = map(xp.asarray, whole_numbers())
     x, dout, dx = (xp.empty((rows, HIDDEN_SIZE), np.float16) for _ in range(3))
-    chunks = [range(start, min(start + CHUNK, rows)) for start in range(0, rows, CHUNK)]
-    expected = xp.zeros(HIDDEN_SIZE, np.int64)
-    for part in chunks:
-        here = slice(part.start, part.stop)
-        x[here], dout[here], weight = whole_numbers(xp, part)
-        dx[here] = np.nan
-        expected += (x[here].astype(np.int8) * dout[here].astype(np.int8)).sum(0, dtype=np.int64)
-    weight = weight.astype(np.float32)
+    expected = xp.zeros(HIDDEN_SIZE, np.float64)
+    parts = [
+        (
+            slice(start, start + CHUNK),
+            xp.asarray(np.arange(start, min(start + CHUNK, rows)) % PERIOD),
+        )
+        for start in range(0, rows, CHUNK)
+    ]
+    for part, index in parts:
+        x[part], dout[part], dx[part] = some_x[index], some_dout[index], np.nan
+        expected += (x[part] * dout[part]).sum(axis=0, dtype=np.float64)
     got, dweight, _ = cupy_rmsnorm.rms_norm_backward(dout, x, weight, eps=0.0, dx_out=dx)
     assert got is dx
-    # Below 2**24 every partial sum is a float32, in any order.
-    assert int(abs(expected).min()) > rows // 4
+    # Every partial sum is a whole number below 2**24, which float32 adds exactly in any order.
+    assert rows // 4 < int(abs(expected).min()) <= int(abs(expected).max()) < 2**24
     assert bool((dweight == expected.astype(np.float32)).all()), "dweight"
-    for part in chunks:
-        here = slice(part.start, part.stop)
-        signs, gradient = x[here].astype(np.float32), dout[here].astype(np.float32) * weight
-        mean = (gradient * signs).mean(axis=1, keepdims=True)
-        exact = gradient - signs * mean
-        assert bool((dx[here] == exact.astype(np.float16)).all()), part
+    for part, index in parts:
+        assert bool((dx[part] == some_dx[index]).all()), f"dx of {part}"
 
 
 @pytest.mark.large
 @pytest.mark.parametrize("rows", [524_289, 1_048_577], ids=["2**31", "2**32"])
 def test_weight_gradients_of_more_elements_than_32_bits_count(cupy: ModuleType, rows: int) -> None:
-    need_memory(cupy, 3 * 2 * rows * HIDDEN_SIZE + 40 * CHUNK * HIDDEN_SIZE)
+    need_memory(cupy, 3 * 2 * rows * HIDDEN_SIZE + 16 * CHUNK * HIDDEN_SIZE)
     try:
         check_gradients_of_whole_numbers(cupy, rows)
     finally:
