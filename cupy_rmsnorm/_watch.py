@@ -32,7 +32,7 @@ def forward(call: Forward) -> None:
 
 def forward_pair(q: Forward, k: Forward) -> None:
     """`_cuda.forward_pair`, watched."""
-    with _watched(q):
+    with _watched(q, k):
         _cuda.forward_pair(q, k)
 
 
@@ -43,7 +43,8 @@ def backward(call: Backward) -> None:
 
 
 @contextlib.contextmanager
-def _watched(call: Forward | Backward) -> Iterator[None]:
+def _watched(call: Forward | Backward, *others: Forward) -> Iterator[None]:
+    """Of calls that are one of the caller's: function, device, stream and plan are the same."""
     with _range(call.function) if NVTX else contextlib.nullcontext():
         if not DEBUG:
             yield
@@ -54,7 +55,7 @@ def _watched(call: Forward | Backward) -> Iterator[None]:
                 if not runtime().streamIsCapturing(call.space.stream):
                     runtime().streamSynchronize(call.space.stream)
         except Exception as error:
-            raise RuntimeError(f"{_describe(call)}: {error}") from error
+            raise RuntimeError(f"{_describe(call, *others)}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -68,15 +69,22 @@ def _range(name: str) -> Iterator[None]:
         nvtx.RangePop()
 
 
-def _describe(call: Forward | Backward) -> str:
+def _describe(call: Forward | Backward, *others: Forward) -> str:
     """Function, device, arrays and plan of a call."""
-    values = ((name, getattr(call, name)) for name in type(call).__dataclass_fields__)
-    arrays = ", ".join(
-        f"{name} {value.dtype}{list(value.shape)}"
-        for name, value in values
-        if isinstance(value, Array)
-    )
+    arrays = ", ".join(array for each in (call, *others) for array in _arrays(each))
     return f"{call.function} on {call.space.device} with {arrays} by {_plan(call)}"
+
+
+def _arrays(call: Forward | Backward) -> Iterator[str]:
+    """The arrays of a call, by the names that the public function has for them."""
+    x = call.x.name  # also q, k and residual_out
+    names = {"x": x}
+    if call.function == "qk_norm":
+        names |= {"weight": f"{x}_weight", "y": f"{x}_out"}
+    for field in type(call).__dataclass_fields__:
+        value = getattr(call, field)
+        if isinstance(value, Array):
+            yield f"{names.get(field, field)} {value.dtype}{list(value.shape)}"
 
 
 def _plan(call: Forward | Backward) -> Plan:

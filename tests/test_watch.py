@@ -49,6 +49,7 @@ def runtime() -> Iterator[Runtime]:
     made = Runtime()
     with recorded(90, 132), pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(_cpu, "forward", _watch.forward)
+        monkeypatch.setattr(_cpu, "forward_pair", _watch.forward_pair)
         monkeypatch.setattr(_cpu, "backward", _watch.backward)
         monkeypatch.setattr(_watch, "runtime", lambda: made)
         monkeypatch.setattr("cupy_rmsnorm._device.runtime", lambda: made)
@@ -83,6 +84,37 @@ def test_debug_says_which_call_failed(runtime: Runtime, monkeypatch: pytest.Monk
         norms.rms_norm_backward(X, X, WEIGHT)
 
 
+@pytest.mark.parametrize("k_weight", [WEIGHT, None])
+def test_debug_names_both_halves_of_a_pair(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, k_weight: np.ndarray | None
+) -> None:
+    """In one launch where their weights are alike, else in two."""
+    monkeypatch.setattr(_watch, "DEBUG", True)
+    q, k = np.ones((3, 8, 64), np.float16), np.ones((3, 2, 64), np.float16)
+    norms.qk_norm(q, k, WEIGHT, k_weight)
+    assert runtime.events == [("synchronize", 0)]
+    runtime.failure = ValueError("an illegal memory access was encountered")
+    given = "" if k_weight is None else "k_weight float32[64], "
+    arrays = (
+        "q float16[3, 8, 64], q_weight float32[64], q_out float16[3, 8, 64], "
+        f"k float16[3, 2, 64], {given}k_out float16[3, 2, 64]"
+    )
+    with pytest.raises(RuntimeError) as raised:
+        norms.qk_norm(q, k, WEIGHT, k_weight)
+    message = str(raised.value)
+    assert message.startswith(f"qk_norm on cpu with {arrays} by Plan(kernel='norm_forward', ")
+    assert message.endswith("): an illegal memory access was encountered")
+
+
+def test_debug_names_the_sum_that_backward_starts_from(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_watch, "DEBUG", True)
+    runtime.failure = ValueError("an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match=r" with residual_out float16\[3, 64\], dout "):
+        norms.add_rms_norm_backward(X, None, X)
+
+
 def test_debug_says_which_launch_failed(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> Launched:
         raise OSError("no launch")
@@ -101,10 +133,12 @@ def test_nvtx_ranges(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvtx, "RangePop", lambda: runtime.events.append("pop"))
     norms.layer_norm(X)
     norms.rms_norm_backward(X, X)
-    assert runtime.events == ["layer_norm", "pop", "rms_norm_backward", "pop"]
+    norms.qk_norm(X, X)
+    called = ("layer_norm", "rms_norm_backward", "qk_norm")
+    assert runtime.events == [event for name in called for event in (name, "pop")]
     with pytest.raises(ValueError, match=r"^eps"):
         norms.layer_norm(X, eps=-1.0)
-    assert len(runtime.events) == 4
+    assert len(runtime.events) == 6
 
 
 ASK = """
