@@ -994,6 +994,18 @@ def on_gpu(library: str, index: int, values: np.ndarray) -> Any:
     return torch.from_numpy(values).to(f"cuda:{index}")
 
 
+def current_gpu(library: str) -> int:
+    """The calling thread's, which the library and CUDA's runtime agree on."""
+    import cupy
+
+    index = cupy.cuda.runtime.getDevice()
+    if library == "torch-cuda":
+        import torch
+
+        assert torch.cuda.current_device() == index
+    return int(index)
+
+
 def index_of(library: str, array: Any) -> int:
     return int(array.data.device_id if library == "cupy" else array.device.index)
 
@@ -1021,17 +1033,29 @@ def test_another_gpu_than_the_current(
         assert two_gpus.getDevice() == 0
 
 
-def test_threads_on_two_gpus(two_gpus: ModuleType) -> None:
+@pytest.mark.parametrize("library", ["cupy", "torch-cuda"])
+def test_threads_on_two_gpus(
+    two_gpus: ModuleType, library: str, request: pytest.FixtureRequest
+) -> None:
+    """Both libraries' current device stays the thread's own, after calls that fail as well."""
+    request.getfixturevalue("torch" if library == "torch-cuda" else "cupy")
     values = inputs.array((5, 4096), "float16")
     expected = rms_reference(values)
-    arrays = [on_gpu("cupy", index, values) for index in (0, 1)]
+    arrays = [on_gpu(library, index, values) for index in (0, 1)]
+    weights = [on_gpu(library, index, inputs.weight(4096, "float16")) for index in (0, 1)]
 
     def work(current: int) -> None:
         two_gpus.setDevice(current)
         for turn in range(50):
-            y = cupy_rmsnorm.rms_norm(arrays[turn % 2])
-            assert two_gpus.getDevice() == current
-            check(Cupy().numpy(y), expected)
+            index = turn % 2
+            y = cupy_rmsnorm.rms_norm(arrays[index])
+            assert current_gpu(library) == current
+            assert index_of(library, y) == index
+            check(BACKENDS[library]().numpy(y), expected)
+            assert current_gpu(library) == current
+            with pytest.raises(ValueError, match=f"cuda:{index}.*cuda:{1 - index}"):
+                cupy_rmsnorm.rms_norm(arrays[index], weights[1 - index])
+            assert current_gpu(library) == current
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         for future in [pool.submit(work, index % 2) for index in range(4)]:
