@@ -100,7 +100,8 @@ class Library:
     add: Callable[[Kept, Any, Any, Any, Any, Any], bool]
     # `plain` with a bound weight; what does not qualify goes to the norm that is given.
     bind: Callable[[Kept, Any, Norm], Norm]
-    traced: Callable[[], bool] | None  # whether the library traces calls at the moment
+    compiled: Callable[[], bool] | None  # whether this very code is being compiled
+    traced: Callable[[], bool] | None  # that, or whether the library records what is called
     # The address of a contiguous array that qualifies on this device, else 0.
     input: Callable[[Any, int], int]
     # The same of arrays of any strides.
@@ -392,7 +393,7 @@ def bind(cls: type, kept: Kept, weight: Any, bias: Any, general: Norm) -> Norm:
         return library.bind(kept, weight, general)
 
     def bound(x: Any, out: Any = None) -> Any:
-        if type(x) is cls and not (library.traced and library.traced()):
+        if type(x) is cls and not (library.compiled and library.compiled()):
             done = library.road(kept, x, None, weight, bias, out, None)
             if done is not None:
                 return done[0]

@@ -264,6 +264,7 @@ def library(cupy: Any) -> Library:
         plain=plain,
         add=add,
         bind=bind,
+        compiled=None,
         traced=None,
         input=address,
         strided_input=strided_address,

@@ -27,8 +27,13 @@ def library(torch: Any) -> Library:
         raw_stream = _public_stream(torch)
     current_device = _device.runtime().getDevice
     alike = _alike(torch)
-    traced = torch.compiler.is_dynamo_compiling
+    compiled = torch.compiler.is_dynamo_compiling
+    # Both are asked by every call: a launch is nothing that torch.jit.trace or a mode would see.
+    jit_traces, modes = torch._C._is_tracing, torch._C._len_torch_dispatch_stack
     new = _torch_memory.new(torch)
+
+    def traced() -> bool:
+        return bool(compiled() or jit_traces() or modes())
 
     def strided_input(array: Any, device: int) -> int:
         cls = type(array)
@@ -115,7 +120,7 @@ def library(torch: Any) -> Library:
                     residual_out_shape = residual_out_shape, residual_out.stride()
         except RuntimeError:  # no memory of its own, as within vmap
             return None
-        if forward_ad._current_level >= 0:
+        if forward_ad._current_level >= 0 or modes() or jit_traces():
             return None
         if grad_enabled():
             for array in (x, weight, bias, residual):
@@ -171,7 +176,12 @@ def library(torch: Any) -> Library:
 
     def plain(kept: Kept, weight: Any, x: Any, out: Any) -> Any:
         cls, y = type(weight), out
-        if (cls is not parameter and cls is not tensor) or forward_ad._current_level >= 0:
+        if (
+            (cls is not parameter and cls is not tensor)
+            or forward_ad._current_level >= 0
+            or modes()
+            or jit_traces()
+        ):
             return long_way(kept, weight, x, out)
         device = current_device()
         try:
@@ -210,7 +220,7 @@ def library(torch: Any) -> Library:
 
     def add(kept: Kept, weight: Any, x: Any, residual: Any, out: Any, residual_out: Any) -> bool:
         bound = None
-        if forward_ad._current_level < 0:
+        if forward_ad._current_level < 0 and not modes() and not jit_traces():
             device = current_device()
             try:
                 if grad_enabled() and (
@@ -255,7 +265,7 @@ def library(torch: Any) -> Library:
 
     def bind(kept: Kept, weight: Any, general: Norm) -> Norm:
         def bound(x: Any, out: Any = None) -> Any:
-            if type(x) is tensor and not traced():
+            if type(x) is tensor and not compiled():
                 y = plain(kept, weight, x, out)
                 if y is not None:
                     return y
@@ -283,6 +293,7 @@ def library(torch: Any) -> Library:
         plain=plain,
         add=add,
         bind=bind,
+        compiled=compiled,
         traced=traced,
         input=input,
         strided_input=strided_input,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which road a call takes.
 
-Traced by torch.compile or torch.export, it becomes an operator. Like one before it, it takes the
-short road. Followed by torch's autograd, it becomes a node of its graph. Any other takes the
-general road.
+Traced by torch.compile, torch.export or torch.jit.trace, or seen by a mode of torch, it becomes an
+operator. Like one before it, it takes the short road. Followed by torch's autograd, it becomes a
+node of its graph. Any other takes the general road.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ ArrayT = TypeVar("ArrayT")
 
 
 def traced(x: object) -> bool:
-    """Whether torch traces this call.
+    """Whether torch traces this call, or has a mode that sees what is called.
 
+    A launch is nothing to either: they would go on without it, with memory that was not written.
     It is asked within what is traced, where looking torch up in `sys.modules` has dynamo describe
     every module there, and fail where that imports another.
     """
@@ -28,15 +29,18 @@ def traced(x: object) -> bool:
         return False
     import torch
 
-    compiling: bool = torch.compiler.is_compiling()
-    return compiling
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch._C._len_torch_dispatch_stack()
+    )
 
 
-def _traced(x: object) -> bool:
-    """The same, cheaper where the short road knows x's library."""
+def _traced(x: object, asked: bool = False) -> bool:
+    """The same, cheaper where the short road knows x's library, or `asked` it before."""
     library = _fast.libraries.get(type(x))
     if library is None:
-        return traced(x)
+        return not asked and traced(x)
     return library.traced is not None and library.traced()
 
 
@@ -89,7 +93,7 @@ def normalize(
             if not traced(x):
                 options = (eps, weight_offset, axis, cast, per_head, masked, groups, partial)
                 kept = _fast.kept(function, options, out_dtype)
-        elif library.traced is None or not library.traced():
+        elif library.compiled is None or not library.compiled():
             # What `_fast.kept` would find, without its cost.
             last = _fast.recent[function]
             kept, dtype_, eps_, offset_, axis_, cast_, per_head_, masked_, groups_, partial_ = last
@@ -144,7 +148,7 @@ def _normalize_anew(
 ) -> Any:
     """Run such a function where the short road did not; `kept` is what that keeps of such calls."""
     given = x, weight, bias, options, where, valid_rows, out, out_dtype
-    if kept is None and traced(x):
+    if _traced(x, asked=kept is not None):
         outputs = _operator(function, *given, residual=residual, residual_out=residual_out)
     elif not _recorded(x, residual, weight, bias):
         outputs = _run.forward(

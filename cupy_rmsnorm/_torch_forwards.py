@@ -98,10 +98,11 @@ class Replacement:
     def run_beside(self, x: Any) -> Any:
         """`norm` of x, and x as another result of the same node.
 
-        None as in `run_added`, and where x has no gradient to add.
+        None as in `run_added`, where x has no gradient to add, and for torch.jit.trace, which
+        records operators.
         """
         weight = self.weight()
-        if not _of_one_dtype(x, x, weight) or not x.requires_grad:
+        if not _of_one_dtype(x, x, weight) or not x.requires_grad or torch.jit.is_tracing():
             return None
         try:
             return _Beside.apply(x, weight, self.bias(), self, self.options(x))
@@ -153,6 +154,8 @@ def _of_one_dtype(x: Any, other: Any, weight: Any) -> bool:
 
 
 def _taken(x: Any, weight: Any) -> bool:
+    if torch._C._are_functorch_transforms_active():
+        return False
     return (x.dtype, x.dtype if weight is None else weight.dtype) in TAKEN
 
 

@@ -101,12 +101,14 @@ def forward(
     """Run a forward function by its operator."""
     inputs = {"x": x, "residual": residual, "weight": weight, "bias": bias}
     outputs = {"out": out, "residual_out": residual_out, "mean_out": mean_out, "rstd_out": rstd_out}
+    _refuse_transforms("x")
     _refuse_outputs_with_gradients(outputs)
     if _recorded(inputs):
         if FORWARD[function].statistics:
             _refuse_recorded(inputs)
         refuse_unrecorded(inputs, options, where, valid_rows, outputs)
-        function = f"{function}_forward"
+        if not torch.jit.is_tracing():  # which compares with a trace that has no gradients
+            function = f"{function}_forward"
     arguments = (
         x,
         residual,
@@ -157,6 +159,7 @@ def backward(
 ) -> _run.Gradients[Any]:
     """Run a backward function by its operator."""
     inputs = {"dout": dout, "dresidual_out": dresidual_out, "x": x, "weight": weight, "bias": bias}
+    _refuse_transforms("x")
     _refuse_outputs_with_gradients(
         {"dx_out": dx_out, "dweight_out": dweight_out, "dbias_out": dbias_out}
     )
@@ -202,6 +205,7 @@ def qk_norm(
 ) -> tuple[Any, Any]:
     """Run qk_norm by its operator."""
     inputs = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight}
+    _refuse_transforms("q")
     _refuse_outputs_with_gradients({"q_out": q_out, "k_out": k_out})
     if _recorded(inputs):
         refuse_unrecorded(inputs, (), None, None, {"q_out": q_out, "k_out": k_out})
@@ -252,6 +256,12 @@ def _refuse_recorded(inputs: dict[str, Any]) -> None:
     for name, value in inputs.items():
         if requires_grad(value):
             _refuse.needs_gradient(name)
+
+
+def _refuse_transforms(name: str) -> None:
+    """Refuse torch.func: torch.func.jvp would have taken an operator's tangents for zero."""
+    if torch._C._are_functorch_transforms_active():
+        _refuse.transformed(name)
 
 
 def _refuse_outputs_with_gradients(outputs: dict[str, Any]) -> None:
@@ -499,8 +509,8 @@ def _no_second_derivative(ctx: Any, *gradients: Any) -> NoReturn:
     _refuse.second_derivative()
 
 
-def _no_vmap(info: Any, in_dims: Any, *arguments: Any) -> NoReturn:
-    _refuse.transformed("x")
+def _not_within_transforms(*arguments: Any) -> NoReturn:
+    _refuse.transformed("an input")
 
 
 # The operators themselves ---------------------------------------------------------------------
@@ -512,8 +522,8 @@ def _define(name: str, arguments: str, results: str, run: Any, without_values: A
     LIBRARY.define(f"{name}({arguments}) -> {results}", tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"cupy_rmsnorm::{name}", without_values, lib=LIBRARY)
-    if hasattr(torch.library, "register_vmap"):  # torch 2.5
-        torch.library.register_vmap(f"cupy_rmsnorm::{name}", _no_vmap, lib=LIBRARY)
+    # Where every transform begins; vmap's own hook would leave grad and jvp.
+    LIBRARY.impl(name, _not_within_transforms, "FuncTorchDynamicLayerFrontMode")
     OPERATORS[name] = getattr(torch.ops.cupy_rmsnorm, name).default
 
 

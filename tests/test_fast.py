@@ -741,8 +741,12 @@ def test_subclasses_and_tensors_without_memory(driver: Driver, torch_library: To
         torch.func.vmap(norms.rms_norm)(torch_library.empty((2, ROWS, HIDDEN_SIZE)))
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode() as mode, pytest.raises(TypeError, match=r"memory of its own"):
-        norms.rms_norm(mode.from_tensor(x))
+    mode = FakeTensorMode()
+    fake = mode.from_tensor(x)
+    with pytest.raises(TypeError, match=r"memory of its own"):
+        norms.rms_norm(fake)
+    with mode:  # it sees an operator
+        assert type(norms.rms_norm(fake)) is type(fake)
     assert len(driver.launches) == 2
 
 
@@ -1272,6 +1276,50 @@ def test_a_traced_call_takes_no_short_road(monkeypatch: pytest.MonkeyPatch, func
         torch._dynamo.reset()
     (graph,) = graphs
     assert any("cupy_rmsnorm" in str(node.target) for node in graph.graph.nodes)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+@pytest.mark.parametrize("how", ["jit", "fx", "mode"])
+@pytest.mark.parametrize("function", ["rms_norm", "out", "bias", "add_rms_norm", "bound", "qk"])
+def test_a_recorded_call_takes_no_short_road(
+    driver: Driver, torch_library: TorchLibrary, function: str, how: str
+) -> None:
+    torch, empty = torch_library.torch, torch_library.empty
+    x, out, sums = (empty((ROWS, HIDDEN_SIZE)) for _ in range(3))
+    q, k = empty((ROWS, 4, HIDDEN_SIZE)), empty((ROWS, 2, HIDDEN_SIZE))
+    weight = empty((HIDDEN_SIZE,))
+    bound = norms.bind_rms_norm(weight)
+    calls = {
+        "rms_norm": lambda x: norms.rms_norm(x, weight),
+        "out": lambda x: norms.rms_norm(x, weight, out=out),
+        "bias": lambda x: norms.rms_norm(x, weight, weight, out=out),
+        "add_rms_norm": lambda x: norms.add_rms_norm(x, x, weight, out=out, residual_out=sums),
+        "bound": lambda x: bound(x, out),
+        "qk": lambda x: norms.qk_norm(q, k, weight, weight),
+    }
+    call = calls[function]
+    for _ in range(2):
+        call(x)
+    assert [launch.short for launch in driver.launches] == [False, True]
+    seen: list[str] = []
+
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[name-defined, misc]
+        def __torch_dispatch__(
+            self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(operator))
+            return operator(*args, **(kwargs or {}))
+
+    if how == "jit":
+        seen.append(str(torch.jit.trace(call, x, check_trace=False, strict=False).graph))
+    elif how == "fx":
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        seen.append(make_fx(call)(x).code)
+    else:
+        with Mode():
+            call(x)
+    assert "cupy_rmsnorm" in " ".join(seen)
 
 
 # Backward -------------------------------------------------------------------------------------

@@ -410,19 +410,46 @@ def test_errors_are_those_of_a_call(compiler: Compiler) -> None:
 SCALARS = 1e-6, 0.0, [-1], "once", False, "keep", 1, None, None  # of an operator
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.library, "register_vmap"), reason="torch 2.4 runs an operator row by row"
-)
-def test_vmap_of_an_operator_is_refused() -> None:
+TRANSFORMS: dict[str, Callable[..., Any]] = {
+    "vmap": lambda call, x: torch.func.vmap(call)(x),
+    "grad": lambda call, x: torch.func.grad(lambda x: call(x).sum())(x),
+    "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,))[1],
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_an_operator_are_refused(transform: str) -> None:
     from cupy_rmsnorm._torch_ops import OPERATORS
 
     def call(x: Any) -> Any:
-        return OPERATORS["rms_norm"](
-            x, *[None] * 7, 1e-6, 0.0, [-1], "once", False, "keep", 1, None, None
-        )
+        return OPERATORS["rms_norm"](x, *[None] * 7, *SCALARS)
 
     with pytest.raises(TypeError, match=r"one within torch\.func"):
-        torch.func.vmap(call)(torch.randn(3, 4, 8))
+        TRANSFORMS[transform](call, torch.randn(3, 4, 8))
+    assert call(torch.randn(3, 4, 8)).shape == (3, 4, 8)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("function", ["rms_norm", "add_rms_norm", "qk_norm", "rms_norm_backward"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_are_refused(transform: str, function: str, compiler: Compiler) -> None:
+    def call(x: Any) -> Any:
+        call = getattr(norms, function)
+        return call(x) if function == "rms_norm" else call(x, x)[0]
+
+    with refused(r"[xq] must be .* one within torch\.func"):
+        compiler(lambda x: TRANSFORMS[transform](call, x))(torch.randn(3, 4, 8))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_patched_model_is_transformed_as_the_model_itself(compiler: Compiler) -> None:
+    from cupy_rmsnorm.torch import patch
+
+    norm, x = torch.nn.RMSNorm(HIDDEN_SIZE), tensor(4, HIDDEN_SIZE, grad=False)
+    expected = TRANSFORMS["jvp"](norm, x)
+    patch(norm)
+    for jvp in (TRANSFORMS["jvp"], lambda norm, x: compiler(TRANSFORMS["jvp"])(norm, x)):
+        torch.testing.assert_close(jvp(norm, x), expected)
 
 
 def test_double_backward_of_an_operator_is_refused() -> None:
@@ -577,6 +604,115 @@ def test_export(strict: bool) -> None:
     for rows_now in (5, 9):
         x = torch.randn(rows_now, HIDDEN_SIZE)
         assert torch.equal(exported.module()(x), module(x))
+
+
+# torch.jit.trace, make_fx and modes ------------------------------------------------------------
+
+
+def into_out(x: Any) -> Any:
+    out = torch.empty_like(x)
+    norms.rms_norm(x, out=out)
+    return out + 1
+
+
+def module_of(kind: str) -> Any:
+    module: Any = Module()
+    if kind == "patched":
+        from cupy_rmsnorm.torch import patch
+
+        module = torch.nn.Sequential(torch.nn.Linear(HIDDEN_SIZE, 4), torch.nn.LayerNorm(4))
+        patch(module)
+    return module
+
+
+RECORDED: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "rms_norm": lambda: (norms.rms_norm, torch.randn(5, HIDDEN_SIZE)),
+    "out": lambda: (into_out, torch.randn(5, HIDDEN_SIZE)),
+    "add_layer_norm": lambda: (norms.add_layer_norm, *torch.randn(2, 5, HIDDEN_SIZE)),
+    "qk_norm": lambda: (norms.qk_norm, torch.randn(5, 4, 8), torch.randn(5, 2, 8)),
+    "statistics": lambda: (norms.layer_norm_forward, torch.randn(5, HIDDEN_SIZE)),
+    "backward": lambda: (
+        lambda dout, x: norms.rms_norm_backward(dout, x)[0],
+        *torch.randn(2, 5, HIDDEN_SIZE),
+    ),
+    "bound": lambda: (norms.bind_rms_norm(torch.ones(HIDDEN_SIZE)), torch.randn(5, HIDDEN_SIZE)),
+    "module": lambda: (module_of("module"), torch.randn(5, HIDDEN_SIZE)),
+    "patched": lambda: (module_of("patched"), torch.randn(5, HIDDEN_SIZE)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.")
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", RECORDED)
+def test_jit_trace(name: str, grad: bool) -> None:
+    call, *given = RECORDED[name]()
+    with torch.set_grad_enabled(grad):
+        traced = torch.jit.trace(call, tuple(given))
+    graph = traced.inlined_graph if hasattr(traced, "inlined_graph") else traced.graph
+    assert "cupy_rmsnorm::" in str(graph)
+    others = [torch.randn_like(value) for value in given]
+    equal(outputs(traced(*others)), outputs(call(*others)))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of shapes that are compared
+@pytest.mark.parametrize("grad", [False, True])
+def test_jit_trace_of_a_fused_layer(grad: bool) -> None:
+    from cupy_rmsnorm.torch import patch
+
+    layer = Layer()
+    assert patch(layer).fused
+    traced = torch.jit.trace(layer, torch.randn(5, HIDDEN_SIZE).requires_grad_(grad))
+    x = torch.randn(5, HIDDEN_SIZE)
+    torch.testing.assert_close(traced(x), layer(x))
+
+
+class Layer(torch.nn.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (torch.nn.LayerNorm(HIDDEN_SIZE) for _ in range(2))
+
+    def forward(self, x: Any) -> Any:
+        residual = x
+        x = self.first(x)
+        x = residual + x
+        residual = x
+        x = self.second(x)
+        return residual + x
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("name", RECORDED)
+def test_make_fx(name: str, mode: str) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    call, *given = RECORDED[name]()
+    with torch.no_grad():
+        trace = make_fx(lambda *xs: call(*xs), tracing_mode=mode, _allow_non_fake_inputs=True)
+        graph = trace(*given)
+    assert "cupy_rmsnorm" in graph.code
+    others = [torch.randn_like(value) for value in given]
+    equal(outputs(graph(*others)), outputs(call(*others)))
+
+
+def test_modes_see_an_operator_and_its_gradient() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+
+    class Mode(TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(
+            self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(operator))
+            return operator(*args, **(kwargs or {}))
+
+    call, named = norms.add_rms_norm, inputs("add_rms_norm")
+    expected = gradients(call, named)
+    with Mode():
+        equal(gradients(call, named), expected)
+    ours = [name.split(".")[1] for name in seen if name.startswith("cupy_rmsnorm.")]
+    assert ours == ["add_rms_norm_forward", "add_rms_norm_backward"]
 
 
 FIRST = """
