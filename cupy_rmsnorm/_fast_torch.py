@@ -28,7 +28,8 @@ def library(torch: Any) -> Library:
     current_device = _device.runtime().getDevice
     alike = _alike(torch)
     compiled = torch.compiler.is_dynamo_compiling
-    # Both are asked by every call: a launch is nothing that torch.jit.trace or a mode would see.
+    # A launch is nothing that a mode or torch.jit.trace would see. `alike` finds no tensor like the
+    # others within the latter, so that it is asked for where nothing was found alone.
     jit_traces, modes = torch._C._is_tracing, torch._C._len_torch_dispatch_stack
     new = _torch_memory.new(torch)
 
@@ -180,7 +181,6 @@ def library(torch: Any) -> Library:
             (cls is not parameter and cls is not tensor)
             or forward_ad._current_level >= 0
             or modes()
-            or jit_traces()
         ):
             return long_way(kept, weight, x, out)
         device = current_device()
@@ -220,7 +220,7 @@ def library(torch: Any) -> Library:
 
     def add(kept: Kept, weight: Any, x: Any, residual: Any, out: Any, residual_out: Any) -> bool:
         bound = None
-        if forward_ad._current_level < 0 and not modes() and not jit_traces():
+        if forward_ad._current_level < 0 and not modes():
             device = current_device()
             try:
                 if grad_enabled() and (
@@ -258,6 +258,8 @@ def library(torch: Any) -> Library:
     ) -> Bound | None:
         """Where a launch is kept, with what knows inputs and outputs like these."""
         if any(type(array) not in (tensor, parameter) for array in (*inputs, *outputs)):
+            return None
+        if jit_traces():
             return None
         if len(set(map(id, inputs))) < len(inputs):  # which torch never calls alike
             return None
@@ -361,6 +363,6 @@ def _alike(torch: Any) -> Callable[..., Callable[..., bool]]:
 
     def alike(*tensors: Any) -> Callable[..., bool]:
         known = describe(tensors)
-        return lambda *others: describe(others) == known
+        return lambda *others: not torch._C._is_tracing() and describe(others) == known
 
     return alike

@@ -1676,7 +1676,8 @@ def test_what_is_alike(guards: bool, change: str) -> None:
     if guards:
         alike = _fast_torch._alike(torch)
     else:
-        without = SimpleNamespace(_C=SimpleNamespace(_dynamo=SimpleNamespace(guards=None)))
+        c = SimpleNamespace(_dynamo=SimpleNamespace(guards=None), _is_tracing=torch._C._is_tracing)
+        without = SimpleNamespace(_C=c)
         alike = _fast_torch._alike(without)
     tensors = [torch.zeros(4, 6, dtype=torch.float16) for _ in range(3)]
     check = alike(*tensors)
@@ -1686,3 +1687,8 @@ def test_what_is_alike(guards: bool, change: str) -> None:
         others = [*tensors[:place], UNLIKE[change](torch, tensor), *tensors[place + 1 :]]
         assert not check(*others)
     assert ("TensorGuards" in str(check)) == guards
+    seen = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        torch.jit.trace(lambda x: (seen.append(check(*tensors)), x + 1)[1], tensors[0])
+    assert seen[0] is False
