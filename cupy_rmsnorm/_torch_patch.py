@@ -7,7 +7,7 @@ import collections
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -138,22 +138,23 @@ def patch(model: Any, *, fuse_add: bool = True) -> PatchReport:
     1 norms replaced: 1 LayerNorm
     2 left: BatchNorm1d is not a norm of rows that is known here
     """
+    # Everything is decided before anything is bound: what raises leaves the model as it was.
+    modules = list(_modules(model))
+    norms = [_replacement(module) for _, module in modules]
+    patched = {
+        id(module)
+        for (_, module), norm in zip(modules, norms, strict=True)
+        if isinstance(norm, Replacement) or _is_patched(module, Replacement)
+    }
+    layers = [_fused_layer(module, patched) if fuse_add else None for _, module in modules]
     report = PatchReport()
-    for name, module in _modules(model):
-        kind = type(module).__name__
-        made = _replacement(module)
-        if isinstance(made, Replacement):
-            module.forward = made.forward
-            report.replaced[name] = kind
-        elif made is not None:
-            report.left[name] = made
-    for name, module in _modules(model) if fuse_add else ():
-        layer = _fused_layer(module)
-        if isinstance(layer, FusedLayer):
-            module.forward = layer.forward
-            report.fused[name] = type(module).__name__
-        elif layer is not None:
-            report.left[name] = layer
+    for made, done in ((norms, report.replaced), (layers, report.fused)):
+        for (name, module), one in zip(modules, made, strict=True):
+            if isinstance(one, str):
+                report.left[name] = one
+            elif one is not None:
+                module.forward = one.forward
+                done[name] = type(module).__name__
     return report
 
 
@@ -210,12 +211,16 @@ def _bound(module: Any) -> str | None:
     return None
 
 
-def _fused_layer(module: Any) -> FusedLayer | str | None:
+def _own_forward(cls: Any) -> FunctionType | None:
+    """The forward of a class, if it is a function: torch.jit has others, which cannot be read."""
+    forward = getattr(cls, "forward", None)
+    return forward if isinstance(forward, FunctionType) else None
+
+
+def _fused_layer(module: Any, patched: set[int]) -> FusedLayer | str | None:
     """What may stand in for a layer; why nothing may; None where it adds beside no patched norm."""
-    norms = tuple(
-        name for name, child in module.named_children() if _is_patched(child, Replacement)
-    )
-    made = fused(type(module).forward, norms) if norms else None
+    norms = tuple(name for name, child in module.named_children() if id(child) in patched)
+    made = fused(_own_forward(type(module)), norms) if norms else None
     if made is None:
         return None
     if isinstance(made, str):
@@ -226,12 +231,16 @@ def _fused_layer(module: Any) -> FusedLayer | str | None:
 def _replacement(module: Any) -> Replacement | str | None:
     """What may stand in for `module`; why nothing may; None for what is no norm."""
     cls: Any = type(module)
-    kind = cls.__name__
-    rule, torchs = RULES.get(kind), TORCHS.get(cls.forward)
-    if rule is None and torchs is None:
+    jit = isinstance(module, torch.jit.ScriptModule)
+    kind = module.original_name if jit else cls.__name__
+    forward = _own_forward(cls)
+    rule, torchs = RULES.get(kind), TORCHS.get(forward)
+    leaf = next(module.children(), None) is None
+    if leaf and "norm" in kind.lower() and (jit or forward is None):
+        return f"{kind} has a forward that is {'compiled by torch.jit' if jit else 'no function'}"
+    if forward is None or (rule is None and torchs is None):
         if cls.__module__.startswith(f"{__package__}."):
             return f"{kind} is this library's own"
-        leaf = next(module.children(), None) is None
         if leaf and "norm" in kind.lower():
             return f"{kind} is not a norm of rows that is known here"
         return None
@@ -243,7 +252,7 @@ def _replacement(module: Any) -> Replacement | str | None:
     eps = getattr(module, rule.eps, None)
     if not isinstance(eps, (int, float)):
         return f"{kind} has no number called {rule.eps}"
-    reason = _disagreement(cls, cls.forward, rule, float(eps), tuple(module._parameters))
+    reason = _disagreement(cls, forward, rule, float(eps), tuple(module._parameters))
     if reason is not None:
         return reason
     return rule.replacement(module, float(eps))

@@ -423,6 +423,43 @@ def test_what_is_left_says_why() -> None:
         assert "does not compute what a norm of that name does" in reasons(TinyRMSNorm(4))
 
 
+class NoFunction:
+    """A forward that neither is a function nor can be a key."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, x: Any) -> Any:
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.")
+@pytest.mark.parametrize("compile", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(3))])
+def test_what_torch_jit_compiled_is_left(compile: Any) -> None:
+    compiled = compile(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4)))
+    model = torch.nn.Sequential(torch.nn.LayerNorm(3), compiled, torch.nn.LayerNorm(4))
+    report = patch(model)
+    assert list(report.replaced) == ["0", "2"]
+    assert report.left == {"1.1": "LayerNorm has a forward that is compiled by torch.jit"}
+    assert unpatch(model) == ["0", "2"]
+
+
+@pytest.mark.parametrize("kind", ["Other", "OtherNorm", "LlamaRMSNorm"])
+def test_a_forward_that_is_no_function_is_left(kind: str) -> None:
+    module = type(kind, (torch.nn.Module,), {"forward": NoFunction()})()
+    report = patch(torch.nn.Sequential(torch.nn.LayerNorm(4), module))
+    assert list(report.replaced) == ["0"]
+    reason = f"{kind} has a forward that is no function"
+    assert report.left == ({} if kind == "Other" else {"1": reason})
+
+
+def test_a_patch_that_fails_changes_nothing() -> None:
+    model = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.LayerNorm(4))
+    model[1].eps = "none"
+    with pytest.raises(ValueError, match="none"):
+        patch(model)
+    assert unpatch(model) == []
+
+
 def test_a_report_counts(model: Any) -> None:
     model.append(torch.nn.BatchNorm1d(12)).append(torch.nn.BatchNorm1d(12))
     assert str(patch(model)) == (
