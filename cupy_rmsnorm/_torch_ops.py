@@ -12,13 +12,14 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 
 from . import _refuse, _run
 from ._border import dtype_name
 from ._call import Norm
-from ._check import Options, keep_needs
-from ._torch_autograd import refuse_unrecorded, requires_grad, tensor_or_none
+from ._check import Options, axes_of, keep_needs
+from ._torch_autograd import refuse_unrecorded, requires_grad
 
 
 class Kind(NamedTuple):
@@ -99,6 +100,10 @@ def forward(
     rstd_out: Any = None,
 ) -> _run.Outputs[Any]:
     """Run a forward function by its operator."""
+    weight, bias = _parameter(weight), _parameter(bias)
+    where, valid_rows = _array("where", where), _array("valid_rows", valid_rows)
+    if FORWARD[function].adds:
+        residual = _array("residual", residual, needed=True)
     inputs = {"x": x, "residual": residual, "weight": weight, "bias": bias}
     outputs = {"out": out, "residual_out": residual_out, "mean_out": mean_out, "rstd_out": rstd_out}
     _refuse_transforms("x")
@@ -112,8 +117,8 @@ def forward(
     arguments = (
         x,
         residual,
-        tensor_or_none(weight),
-        tensor_or_none(bias),
+        _tensor(weight),
+        _tensor(bias),
         where,
         valid_rows,
         _constant(weight),
@@ -158,6 +163,7 @@ def backward(
     x_dtype: Any = None,
 ) -> _run.Gradients[Any]:
     """Run a backward function by its operator."""
+    weight, bias = _parameter(weight), _parameter(bias)
     inputs = {"dout": dout, "dresidual_out": dresidual_out, "x": x, "weight": weight, "bias": bias}
     _refuse_transforms("x")
     _refuse_outputs_with_gradients(
@@ -170,8 +176,8 @@ def backward(
         dout,
         dresidual_out,
         x,
-        tensor_or_none(weight),
-        tensor_or_none(bias),
+        _tensor(weight),
+        _tensor(bias),
         mean,
         rstd,
         where,
@@ -204,6 +210,7 @@ def qk_norm(
     k_out: Any,
 ) -> tuple[Any, Any]:
     """Run qk_norm by its operator."""
+    q_weight, k_weight = _parameter(q_weight), _parameter(k_weight)
     inputs = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight}
     _refuse_transforms("q")
     _refuse_outputs_with_gradients({"q_out": q_out, "k_out": k_out})
@@ -212,12 +219,12 @@ def qk_norm(
     arguments = (
         q,
         k,
-        tensor_or_none(q_weight),
-        tensor_or_none(k_weight),
+        _tensor(q_weight),
+        _tensor(k_weight),
         _constant(q_weight),
         _constant(k_weight),
-        eps,
-        weight_offset,
+        _number("eps", eps),
+        _number("weight_offset", weight_offset),
         cast,
     )
     if q_out is None and k_out is None:
@@ -270,19 +277,49 @@ def _refuse_outputs_with_gradients(outputs: dict[str, Any]) -> None:
             _refuse.output_needs_gradient(name)
 
 
+def _parameter(value: Any) -> Any:
+    """A weight or bias, as a tensor if it is an array of NumPy's. Its scalars have no axis."""
+    return torch.as_tensor(value) if isinstance(value, np.ndarray) and value.ndim else value
+
+
+def _array(name: str, value: Any, needed: bool = False) -> Any:
+    """An array that is no parameter, as a tensor."""
+    if isinstance(value, torch.Tensor) or (value is None and not needed):
+        return value
+    if isinstance(value, np.ndarray):
+        return torch.as_tensor(value)
+    _refuse.not_an_array(name, value)
+
+
+def _tensor(value: Any) -> Any:
+    return value if isinstance(value, torch.Tensor) else None
+
+
 def _constant(value: Any) -> Any:
     return None if value is None or isinstance(value, torch.Tensor) else float(value)
+
+
+def _number(name: str, value: Any) -> Any:
+    """`value` as an operator takes it. To torch.compile a scalar of NumPy's is an array."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        return float(value)
+    return value if isinstance(value, (int, float)) else _refuse.number(name, value)
 
 
 def _scalars(options: _run.Values) -> list[Any]:
     """The options as the operators take them."""
     eps, weight_offset, axis, *others = options
-    return [eps, weight_offset, list(axis) if isinstance(axis, tuple) else [axis], *others]
+    axes = list(axis) if isinstance(axis, tuple) else [axis]
+    if isinstance(axis, list):
+        axes_of(axis)
+    return [_number("eps", eps), _number("weight_offset", weight_offset), axes, *others]
 
 
 def _scalar_type(dtype: Any) -> Any:
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
+    if torch.compiler.is_compiling() and not isinstance(dtype, str):  # one of NumPy's
+        return torch.as_tensor(np.empty(0, dtype)).dtype
     return getattr(torch, dtype_name("out_dtype", dtype) or "")
 
 
@@ -521,7 +558,15 @@ OPERATORS: dict[str, Any] = {}
 def _define(name: str, arguments: str, results: str, run: Any, without_values: Any) -> None:
     LIBRARY.define(f"{name}({arguments}) -> {results}", tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"cupy_rmsnorm::{name}", without_values, lib=LIBRARY)
+
+    def fake(*given: Any) -> Any:
+        # torch comes here with x's values where another tensor alone has none.
+        metas = {value.is_meta for value in given if isinstance(value, torch.Tensor)}
+        if len(metas) > 1:
+            _refuse.unreachable_device("every array", "one on meta")
+        return without_values(*given)
+
+    torch.library.register_fake(f"cupy_rmsnorm::{name}", fake, lib=LIBRARY)
     # Where every transform begins; vmap's own hook would leave grad and jvp.
     LIBRARY.impl(name, _not_within_transforms, "FuncTorchDynamicLayerFrontMode")
     OPERATORS[name] = getattr(torch.ops.cupy_rmsnorm, name).default

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import cupy_rmsnorm as norms
@@ -405,6 +406,55 @@ def test_errors_are_those_of_a_call(compiler: Compiler) -> None:
         compiled(torch.randn(4, 8), torch.randn(7))
     with pytest.raises(ValueError, match=r"^masked='keep' .* needs out, got None"):
         compiled(torch.randn(4, 8), valid_rows=torch.tensor(3))
+
+
+def test_numpys_arrays_and_scalars(device: str, compiler: Compiler) -> None:
+    if device != "cpu":
+        pytest.skip("NumPy's arrays are beside tensors of the CPU")
+    x, weight = torch.randn(4, 8), np.linspace(-1, 2, 8, dtype=np.float32)
+    where = np.array([True, False, True, True])
+    cases: list[Callable[..., Any]] = [
+        lambda x: norms.layer_norm(x, weight, weight),
+        lambda x: norms.rms_norm(x, np.float32(2.0), eps=np.float32(0.5)),
+        lambda x: norms.rms_norm(x, where=where, masked="zero"),
+        lambda x: norms.rms_norm(x, out_dtype=np.float16),
+        lambda x: norms.rms_norm(x, out_dtype=np.dtype("float16")),
+        lambda x: norms.rms_norm_backward(x, x, weight)[:2],
+        lambda x: norms.qk_norm(x, x, weight, weight, eps=np.float32(0.5)),
+    ]
+    for case in cases:
+        equal(outputs(compiler(case)(x)), outputs(case(x)))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: norms.rms_norm(x, axis=[-1]), r"axis must be an int or a tuple of ints"),
+        (lambda x: norms.rms_norm(x, eps=None), r"eps must be a real number, got None"),
+        (lambda x: norms.rms_norm(x, eps=x[0, 0]), r"eps must be a real number, got torch.Tensor"),
+        (lambda x: norms.qk_norm(x, x, eps="1"), r"eps must be a real number, got '1'"),
+        (lambda x: norms.add_rms_norm(x, None), r"residual must be an array, got NoneType"),
+        (lambda x: norms.rms_norm(x, valid_rows=2), r"valid_rows must be an array, got int"),
+    ],
+)
+def test_arguments_that_no_operator_takes(call: Any, message: str, compiler: Compiler) -> None:
+    x = torch.randn(4, 8)
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(x)
+    with refused(message):
+        compiler(call)(x)
+
+
+def test_a_weight_without_memory_is_refused(compiler: Compiler) -> None:
+    from cupy_rmsnorm._torch_ops import OPERATORS
+
+    x, weight = torch.randn(4, 8), torch.ones(8, device="meta")
+    with refused(r"on the CPU or a CUDA device, got one on meta"):
+        compiler(norms.rms_norm)(x, weight)
+    with pytest.raises(ValueError, match=r"on the CPU or a CUDA device, got one on meta"):
+        OPERATORS["rms_norm"](x, None, weight, *[None] * 5, *SCALARS)
+    every = OPERATORS["rms_norm"](x.to("meta"), None, weight, *[None] * 5, *SCALARS)
+    assert every.is_meta
 
 
 SCALARS = 1e-6, 0.0, [-1], "once", False, "keep", 1, None, None  # of an operator
