@@ -216,7 +216,9 @@ PARAGRAPHS = {
             With torch tensors it is differentiable, once: each tensor that requires grad gets a
             gradient of its own dtype, also under autocast, while numbers and other libraries'
             arrays are constants. Outputs cannot then be given, and masks need ``masked="zero"``.
-            torch.compile and torch.export trace it as an operator, without a graph break.
+            torch.compile, torch.export and torch.jit.trace record an operator, without a graph
+            break. There x and outputs are tensors; other arrays may be NumPy's, options are
+            Python's numbers, strings and tuples, or constants of NumPy's.
         """,
     }.items()
 }

@@ -98,11 +98,13 @@ class Replacement:
     def run_beside(self, x: Any) -> Any:
         """`norm` of x, and x as another result of the same node.
 
-        None as in `run_added`, where x has no gradient to add, and for torch.jit.trace, which
-        records operators.
+        None as in `run_added`, where x has no gradient to add, and for torch.jit.trace and
+        torch.func, which do not see such a node.
         """
         weight = self.weight()
-        if not _of_one_dtype(x, x, weight) or not x.requires_grad or torch.jit.is_tracing():
+        if not _of_one_dtype(x, x, weight) or not x.requires_grad:
+            return None
+        if torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
             return None
         try:
             return _Beside.apply(x, weight, self.bias(), self, self.options(x))

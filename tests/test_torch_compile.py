@@ -492,14 +492,19 @@ def test_transforms_are_refused(transform: str, function: str, compiler: Compile
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_patched_model_is_transformed_as_the_model_itself(compiler: Compiler) -> None:
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_patched_model_is_transformed_as_the_model_itself(
+    transform: str, compiler: Compiler
+) -> None:
     from cupy_rmsnorm.torch import patch
 
-    norm, x = torch.nn.RMSNorm(HIDDEN_SIZE), tensor(4, HIDDEN_SIZE, grad=False)
-    expected = TRANSFORMS["jvp"](norm, x)
-    patch(norm)
-    for jvp in (TRANSFORMS["jvp"], lambda norm, x: compiler(TRANSFORMS["jvp"])(norm, x)):
-        torch.testing.assert_close(jvp(norm, x), expected)
+    layer, x = Layer(), tensor(4, HIDDEN_SIZE, grad=False)
+    expected = TRANSFORMS[transform](layer, x)
+    assert patch(layer).fused
+    torch.testing.assert_close(TRANSFORMS[transform](layer, x), expected)
+    if transform != "vmap":  # in which torch does not compile its own norm
+        compiled = compiler(lambda x: TRANSFORMS[transform](layer, x))
+        torch.testing.assert_close(compiled(x), expected)
 
 
 def test_double_backward_of_an_operator_is_refused() -> None:
@@ -720,7 +725,7 @@ def test_jit_trace_of_a_fused_layer(grad: bool) -> None:
 class Layer(torch.nn.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = (torch.nn.LayerNorm(HIDDEN_SIZE) for _ in range(2))
+        self.first, self.second = (torch.nn.RMSNorm(HIDDEN_SIZE) for _ in range(2))
 
     def forward(self, x: Any) -> Any:
         residual = x
