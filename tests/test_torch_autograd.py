@@ -15,6 +15,7 @@ import pytest
 
 import cupy_rmsnorm as norms
 from cupy_rmsnorm import _run
+from tests.recorder import recorded
 
 torch = pytest.importorskip("torch")
 
@@ -327,6 +328,30 @@ def test_autocast_between_layers_of_float32(device: str) -> None:
     with torch.autocast(device, dtype=torch.bfloat16):
         y = linear(norms.rms_norm(linear(torch.randn(4, 8)), weight))
     y.float().sum().backward()
+    assert weight.grad.dtype == linear.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("function", [*PLAIN, *ADDS, "qk_norm"])
+def test_autocast_adds_no_launch(function: str, device: str) -> None:
+    """Neither does a float32 weight, beside what a linear layer gives in bfloat16."""
+    if device != "cpu":
+        pytest.skip("launches of tensors of the CPU are recorded")
+    linear = torch.nn.Linear(64, 64, bias=False)
+    weight, x = torch.nn.Parameter(torch.ones(64)), torch.randn(4, 64)
+    with recorded(90, 132) as launches, torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = linear(x)
+        hidden.retain_grad()
+        given = (hidden, hidden) if function in ADDS else (hidden,)
+        if function == "qk_norm":
+            given = hidden.view(4, 1, 64), hidden.view(4, 1, 64), weight
+        result = getattr(norms, function)(*given, weight)
+        assert len(launches) == 1
+        y = result if function in PLAIN else result[0]
+        assert y.dtype == torch.bfloat16
+        types = launches[0].specialisation.template_arguments
+        assert {"__nv_bfloat16", "float"} <= set(types)
+        total(result).backward()
+    assert hidden.grad.dtype == torch.bfloat16
     assert weight.grad.dtype == linear.weight.grad.dtype == torch.float32
 
 

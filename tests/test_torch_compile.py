@@ -671,10 +671,12 @@ def into_out(x: Any) -> Any:
 
 
 def module_of(kind: str) -> Any:
-    module: Any = Module()
-    if kind == "patched":
-        from cupy_rmsnorm.torch import patch
+    from cupy_rmsnorm.torch import LayerNorm, RMSNorm, patch
 
+    module: Any = Module()
+    if kind == "ours":
+        module = torch.nn.Sequential(RMSNorm(HIDDEN_SIZE), LayerNorm(HIDDEN_SIZE))
+    if kind == "patched":
         module = torch.nn.Sequential(torch.nn.Linear(HIDDEN_SIZE, 4), torch.nn.LayerNorm(4))
         patch(module)
     return module
@@ -692,6 +694,7 @@ RECORDED: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "bound": lambda: (norms.bind_rms_norm(torch.ones(HIDDEN_SIZE)), torch.randn(5, HIDDEN_SIZE)),
     "module": lambda: (module_of("module"), torch.randn(5, HIDDEN_SIZE)),
+    "modules": lambda: (module_of("ours"), torch.randn(5, HIDDEN_SIZE)),
     "patched": lambda: (module_of("patched"), torch.randn(5, HIDDEN_SIZE)),
 }
 
