@@ -104,7 +104,9 @@ class Replacement:
         weight = self.weight()
         if not _of_one_dtype(x, x, weight) or not x.requires_grad:
             return None
-        if torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+        if torch.jit.is_tracing():
+            return None
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             return None
         try:
             return _Beside.apply(x, weight, self.bias(), self, self.options(x))
@@ -155,8 +157,12 @@ def _of_one_dtype(x: Any, other: Any, weight: Any) -> bool:
     return not torch.compiler.is_compiling() or _taken(x, weight)
 
 
+# Whether dynamo can tell that it is within torch.func; elsewhere an operator refuses.
+TRANSFORMS_ARE_TRACED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
+
+
 def _taken(x: Any, weight: Any) -> bool:
-    if torch._C._are_functorch_transforms_active():
+    if TRANSFORMS_ARE_TRACED and torch._C._are_functorch_transforms_active():
         return False
     return (x.dtype, x.dtype if weight is None else weight.dtype) in TAKEN
 

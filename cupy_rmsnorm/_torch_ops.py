@@ -106,7 +106,6 @@ def forward(
         residual = _array("residual", residual, needed=True)
     inputs = {"x": x, "residual": residual, "weight": weight, "bias": bias}
     outputs = {"out": out, "residual_out": residual_out, "mean_out": mean_out, "rstd_out": rstd_out}
-    _refuse_transforms("x")
     _refuse_outputs_with_gradients(outputs)
     if _recorded(inputs):
         if FORWARD[function].statistics:
@@ -165,7 +164,6 @@ def backward(
     """Run a backward function by its operator."""
     weight, bias = _parameter(weight), _parameter(bias)
     inputs = {"dout": dout, "dresidual_out": dresidual_out, "x": x, "weight": weight, "bias": bias}
-    _refuse_transforms("x")
     _refuse_outputs_with_gradients(
         {"dx_out": dx_out, "dweight_out": dweight_out, "dbias_out": dbias_out}
     )
@@ -212,7 +210,6 @@ def qk_norm(
     """Run qk_norm by its operator."""
     q_weight, k_weight = _parameter(q_weight), _parameter(k_weight)
     inputs = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight}
-    _refuse_transforms("q")
     _refuse_outputs_with_gradients({"q_out": q_out, "k_out": k_out})
     if _recorded(inputs):
         refuse_unrecorded(inputs, (), None, None, {"q_out": q_out, "k_out": k_out})
@@ -265,12 +262,6 @@ def _refuse_recorded(inputs: dict[str, Any]) -> None:
             _refuse.needs_gradient(name)
 
 
-def _refuse_transforms(name: str) -> None:
-    """Refuse torch.func: torch.func.jvp would have taken an operator's tangents for zero."""
-    if torch._C._are_functorch_transforms_active():
-        _refuse.transformed(name)
-
-
 def _refuse_outputs_with_gradients(outputs: dict[str, Any]) -> None:
     for name, value in outputs.items():
         if requires_grad(value):
@@ -279,6 +270,8 @@ def _refuse_outputs_with_gradients(outputs: dict[str, Any]) -> None:
 
 def _parameter(value: Any) -> Any:
     """A weight or bias, as a tensor if it is an array of NumPy's. Its scalars have no axis."""
+    if value is None or isinstance(value, (torch.Tensor, int, float)):
+        return value
     return torch.as_tensor(value) if isinstance(value, np.ndarray) and value.ndim else value
 
 
@@ -301,9 +294,11 @@ def _constant(value: Any) -> Any:
 
 def _number(name: str, value: Any) -> Any:
     """`value` as an operator takes it. To torch.compile a scalar of NumPy's is an array."""
+    if isinstance(value, (int, float)):
+        return value
     if isinstance(value, (np.generic, np.ndarray)):
         return float(value)
-    return value if isinstance(value, (int, float)) else _refuse.number(name, value)
+    return _refuse.number(name, value)
 
 
 def _scalars(options: _run.Values) -> list[Any]:
@@ -567,7 +562,8 @@ def _define(name: str, arguments: str, results: str, run: Any, without_values: A
         return without_values(*given)
 
     torch.library.register_fake(f"cupy_rmsnorm::{name}", fake, lib=LIBRARY)
-    # Where every transform begins; vmap's own hook would leave grad and jvp.
+    # Where every transform begins: torch has no other hook for jvp, which would take the tangents
+    # of an operator for zero.
     LIBRARY.impl(name, _not_within_transforms, "FuncTorchDynamicLayerFrontMode")
     OPERATORS[name] = getattr(torch.ops.cupy_rmsnorm, name).default
 
