@@ -84,9 +84,13 @@ def library(cupy: Any) -> Library:
             residual_out_shape = residual_out.shape
             if not residual_out._c_contiguous:
                 residual_out_shape = residual_out_shape, residual_out.strides
+        try:
+            current = current_device()
+        except RuntimeError:  # a fork without CUDA: the general road says so
+            return None
         kind = (
             "cupy",  # a torch tensor of the same shape may lie in the same memory
-            current_device(),
+            current,
             device,
             x.dtype,
             x_shape,
@@ -219,38 +223,38 @@ def library(cupy: Any) -> Library:
         launches = own.launches
 
         def bound(x: Any, out: Any = None) -> Any:
-            how = None
-            if type(x) is type(out) is ndarray and x._c_contiguous and out._c_contiguous:
-                device = current_device()
-                rows = y_rows = None
-                if x.ndim == out.ndim == 2:
-                    rows, y_rows = len(x), len(out)
-                    size, y_size = x.size, out.size
-                else:
-                    size, y_size = x.shape, out.shape
-                place = (
-                    device,
-                    current_stream(device).ptr,
-                    x.data.ptr,
-                    out.data.ptr,
-                    x.dtype,
-                    out.dtype,
-                    rows,
-                    size,
-                    y_rows,
-                    y_size,
-                )
-                try:
-                    found = launches[place]
-                    if not found[0]():
-                        return out
-                except KeyError:
-                    how = (own.launches, place, ())
-                except RuntimeError:
-                    pass
-            elif type(x) is not ndarray:
+            if type(x) is not ndarray:
                 return general(x, out)
-            done = road(kept, x, None, weight, None, out, None, None, how)
+            how = None
+            try:
+                if type(out) is ndarray and x._c_contiguous and out._c_contiguous:
+                    device = current_device()
+                    rows = y_rows = None
+                    if x.ndim == out.ndim == 2:
+                        rows, y_rows = len(x), len(out)
+                        size, y_size = x.size, out.size
+                    else:
+                        size, y_size = x.shape, out.shape
+                    place = (
+                        device,
+                        current_stream(device).ptr,
+                        x.data.ptr,
+                        out.data.ptr,
+                        x.dtype,
+                        out.dtype,
+                        rows,
+                        size,
+                        y_rows,
+                        y_size,
+                    )
+                    found = launches.get(place)
+                    if found is None:
+                        how = (own.launches, place, ())
+                    elif not found[0]():
+                        return out
+                done = road(kept, x, None, weight, None, out, None, None, how)
+            except RuntimeError:  # of the launch, or in a process that CUDA does not serve
+                done = None
             return general(x, out) if done is None else done[0]
 
         return bound

@@ -79,7 +79,7 @@ def library(torch: Any) -> Library:
         # skips every other number, and kernels take its rows without a copy only where they have
         # a single element.
         try:
-            device = x.get_device()
+            current, device = current_device(), x.get_device()
             x_at = x.data_ptr()
             x_shape = x.shape if x.is_contiguous() else (x.shape, x.stride())
             if weight is not None:
@@ -119,7 +119,7 @@ def library(torch: Any) -> Library:
                 residual_out_shape = residual_out.shape
                 if not residual_out.is_contiguous():
                     residual_out_shape = residual_out_shape, residual_out.stride()
-        except RuntimeError:  # no memory of its own, as within vmap
+        except RuntimeError:  # no memory of its own, as within vmap; or a fork without CUDA
             return None
         if forward_ad._current_level >= 0 or modes() or jit_traces():
             return None
@@ -128,7 +128,7 @@ def library(torch: Any) -> Library:
                 if array is not None and array.requires_grad:
                     return None
         kind = (
-            current_device(),
+            current,
             device,
             x.dtype,
             x_shape,
@@ -183,8 +183,8 @@ def library(torch: Any) -> Library:
             or modes()
         ):
             return long_way(kept, weight, x, out)
-        device = current_device()
         try:
+            device = current_device()
             if grad_enabled() and (x.requires_grad or weight.requires_grad):
                 return None
             if out is None:
@@ -204,7 +204,7 @@ def library(torch: Any) -> Library:
                 return y
         except AttributeError:  # an output that is no tensor
             return None
-        except RuntimeError:  # no memory of its own, as within vmap; or a launch that failed
+        except RuntimeError:  # as in `road`; or a launch that failed
             return None
         bound = new_place(kept, at, (x, weight), (y,))
         if out is not None or bound is None:

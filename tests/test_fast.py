@@ -25,6 +25,7 @@ import pytest
 
 import cupy_rmsnorm as norms
 from cupy_rmsnorm import (
+    _border,
     _cpu,
     _cuda,
     _device,
@@ -37,6 +38,7 @@ from cupy_rmsnorm import (
     _kernel,
     _libraries,
     _plan_file,
+    _refuse,
     _run,
     _torch_memory,
 )
@@ -748,6 +750,32 @@ def test_subclasses_and_tensors_without_memory(driver: Driver, torch_library: To
     with mode:  # it sees an operator
         assert type(norms.rms_norm(fake)) is type(fake)
     assert len(driver.launches) == 2
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_bound_norms_in_a_fork_without_cuda(
+    driver: Driver, library: Any, monkeypatch: pytest.MonkeyPatch, warm: bool
+) -> None:
+    """They look at the device before anything else; the general road tells what is wrong."""
+    x, out = (library.empty((ROWS, HIDDEN_SIZE)) for _ in range(2))
+    weight = library.empty((HIDDEN_SIZE,))
+    bound, with_bias = norms.bind_rms_norm(weight), norms.bind_rms_norm(weight, weight)
+    calls = [lambda: bound(x, out), lambda: bound(x), lambda: with_bias(x, out)]
+    if warm:
+        for call in calls * 2:
+            call()
+    before = len(driver.launches)
+
+    def fail(self: Any) -> int:
+        raise RuntimeError("cudaErrorInitializationError: initialization error")
+
+    monkeypatch.setattr(type(library), "current_device", property(fail), raising=False)
+    monkeypatch.setattr(_fast, "libraries", {})  # as after a fork
+    monkeypatch.setattr(_border, "Caller", lambda name, x: _refuse.forked())
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"'spawn'$"):
+            call()
+    assert len(driver.launches) == before
 
 
 def test_new_memory_that_is_not_aligned(driver: Driver) -> None:

@@ -579,13 +579,15 @@ FORKED = """
     import numpy as np
     import cupy_rmsnorm as norms
     {arrays}
-    bound = norms.bind_rms_norm(weight)
+    bound, with_bias = norms.bind_rms_norm(weight), norms.bind_layer_norm(weight, weight)
     calls = [
         lambda: norms.rms_norm(x, weight, out=out),
         lambda: norms.add_rms_norm(x, x, weight, out=out, residual_out=other),
         lambda: norms.layer_norm_forward(x),
         lambda: norms.rms_norm_backward(x, x, weight, dx_out=out),
         lambda: bound(x, out),
+        lambda: bound(x),
+        lambda: with_bias(x, out),
     ]
     repeated = calls[:{repeated}]
     for call in repeated + repeated:
@@ -626,7 +628,7 @@ TORCHS_ARRAYS = """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-@pytest.mark.parametrize("repeated", [0, 5], ids=["cold", "warm"])
+@pytest.mark.parametrize("repeated", [0, 7], ids=["cold", "warm"])
 @pytest.mark.parametrize("library", ["cupy", "torch-cuda"])
 def test_a_fork_of_a_process_that_used_the_gpu(library: str, repeated: int) -> None:
     """Its GPU calls raise a sentence that names the way out, and it has the NumPy backend."""
@@ -639,7 +641,7 @@ def test_a_fork_of_a_process_that_used_the_gpu(library: str, repeated: int) -> N
     assert done.returncode == 0, done.stdout + done.stderr
     *errors, total = done.stdout.splitlines()
     assert float(total) == 16
-    assert len(errors) == 5
+    assert len(errors) == 7
     for error in errors:
         assert error.startswith("RuntimeError"), done.stdout
         assert "'spawn'" in error, done.stdout
