@@ -97,7 +97,10 @@ def forward(call: Forward, plan: Plan | None = None) -> Launched | None:
         properties = _kernel.device_properties(device)
         plan = plan or forward_plan(kind, call.hidden_size, device)
         masked = kind.masked is not None
-        launch = choose_launch(plan, call.rows, kind.staged_itemsize, properties.sm_count, masked)
+        looks_up = call.where is not None or kind.masked == "zero"
+        launch = choose_launch(
+            plan, call.rows, kind.staged_itemsize, properties.sm_count, masked, looks_up
+        )
         specialisation = specialise_forward(
             kind,
             call.hidden_size,

@@ -57,11 +57,21 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
     const auto offset_of = [](int vec) { return vec * (THREADS_PER_ROW * VEC_SIZE); };
     int half = 0;
     MaskedRows<MASK, SPLIT_ROWS, THREADS_PER_ROW, ROWS_PER_BLOCK> masked(block, rows_a_pass);
-    for (long long first_row = first_of_block; first_row < arguments.rows;
-         first_row += masked.advance()) {
+    // Where valid_rows is the only mask, the rows that are computed come first: none is looked up.
+    const bool looks_up =
+        MASK == ZERO_OTHERS || (MASK == KEEP_OTHERS && arguments.where != nullptr);
+    long long valid = 0;
+    if constexpr (MASK == KEEP_OTHERS) {
+        valid = looks_up ? arguments.rows : valid_rows<SPLIT_ROWS>(arguments);
+    }
+    const auto exists = [&](long long row) {
+        return row < (MASK == KEEP_OTHERS ? valid : arguments.rows);
+    };
+    for (long long first_row = first_of_block; exists(first_row);
+         first_row += looks_up ? masked.advance() : rows_a_pass) {
         long long row = first_row + row_in_block;
-        bool computed = ROW_IS_COMPUTED || row < arguments.rows;
-        if constexpr (MASK != ALL_ROWS) {
+        bool computed = ROW_IS_COMPUTED || exists(row);
+        if (looks_up) {
             if (masked.steps == 0) {
                 masked.look_up(arguments, row);
                 for (; masked.zeroed != 0; masked.zeroed &= masked.zeroed - 1) {

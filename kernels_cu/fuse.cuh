@@ -117,6 +117,17 @@ __device__ __forceinline__ bool row_is_computed(const Arguments& arguments, long
     return arguments.where == nullptr || arguments.where[place];
 }
 
+// How many rows come first that are computed, where valid_rows is the only mask.
+template <bool SPLIT_ROWS, typename Arguments>
+__device__ __forceinline__ long long valid_rows(const Arguments& arguments) {
+    long long valid = *arguments.valid_rows;
+    if (SPLIT_ROWS && arguments.mask_rows.count != 1) {
+        const long long elements = quotient(arguments.rows - 1, arguments.mask_rows) + 1;
+        valid = min(max(valid, 0ll), elements) * arguments.mask_rows.count;
+    }
+    return min(valid, arguments.rows);
+}
+
 // Blocks of a masked grid that look at the same rows; the grid is a multiple of it.
 constexpr int MASKED_TEAM = 8;
 
@@ -147,7 +158,6 @@ struct MaskedRows {
 
     // From a set to the next one, once nothing is left to do.
     __device__ __forceinline__ long long advance() const {
-        if constexpr (MASK == ALL_ROWS) return rows_a_pass;
         return steps == 0 ? SET / TEAM * rows_a_pass : 0;
     }
 

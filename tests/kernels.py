@@ -499,6 +499,7 @@ FORCED: tuple[tuple[str, str, Forced, dict[str, Any]], ...] = (
     ("packs_192", "bfloat16", Forced(grid=16), {"norm": "layer", "mask": "zero_both"}),
     ("packs_192", "float32", Forced(grid=24), {"layout": "heads", "mask": "keep_valid"}),
     ("packs_51", "bfloat16", Forced(2, grid=5), {"mask": "zero_both"}),
+    ("packs_51", "float32", Forced(3, grid=2), {"layout": "split", "mask": "keep_valid"}),
     # Weights that are loaded once the sum is known.
     ("three_packs", "float16", Forced(32, early_weight=False), {"layout": "heads"}),
     ("packs_77", "float32", Forced(2, early_weight=False), {"norm": "layer"}),

@@ -241,6 +241,8 @@ def test_blocks_of_masked_rows_come_in_whole_teams() -> None:
     plan = choose_plan("rms", 4096, "bfloat16", None, 90)
     for rows, grid in ((1, 8), (33, 40), (16384, 4096), (16385, 4104), (2**40, 2**29)):
         assert choose_launch(plan, rows, 2, 132, masked=True).grid == grid
+    for rows, grid in ((33, 40), (16384, 3072), (16385, 3080)):
+        assert choose_launch(plan, rows, 2, 132, masked=True, looks_up=False).grid == grid
 
 
 # The sweep ----------------------------------------------------------------------------------------
