@@ -499,14 +499,21 @@ def test_a_patched_model_is_transformed_as_the_model_itself(
     from cupy_rmsnorm._torch_forwards import TRANSFORMS_ARE_TRACED
     from cupy_rmsnorm.torch import patch
 
+    def compiled() -> Any:
+        return compiler(lambda x: TRANSFORMS[transform](layer, x))(x)
+
     layer, x = Layer(), tensor(4, HIDDEN_SIZE, grad=False)
     expected = TRANSFORMS[transform](layer, x)
+    compiles = TRANSFORMS_ARE_TRACED
+    try:  # not every release of torch compiles its own norm within every transform
+        compiles = compiles and compiled() is not None
+    except Exception:
+        compiles = False
+    torch.compiler.reset()
     assert patch(layer).fused
     torch.testing.assert_close(TRANSFORMS[transform](layer, x), expected)
-    # Within vmap torch does not compile its own norm.
-    if TRANSFORMS_ARE_TRACED and transform != "vmap":
-        compiled = compiler(lambda x: TRANSFORMS[transform](layer, x))
-        torch.testing.assert_close(compiled(x), expected)
+    if compiles:
+        torch.testing.assert_close(compiled(), expected)
 
 
 def test_double_backward_of_an_operator_is_refused() -> None:
