@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,19 @@ class BoundNorm(Protocol):
 
     def __call__(self, x: ArrayT, out: ArrayT | None = None) -> ArrayT:
         """Normalise `x`; `out` is as in the function that this binds."""
+
+
+class _Bound(functools.partial[Any]):
+    """A bound norm: called without a Python frame of its own, copied and pickled by `made_of`."""
+
+    __name__: str  # torch.jit.trace asks for it
+    made_of: tuple[Any, ...]  # the arguments of _bound
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _bound, self.made_of
+
+    def __repr__(self) -> str:
+        return f"<bound {self.made_of[0]}>"
 
 
 def _bound(
@@ -72,12 +86,14 @@ def _bound(
             _blame(x, weight, bias)
             raise
 
-    bound: BoundNorm = general
+    short = general
     kept = _fast.kept(function, options, dtype)
     cls = _fast_learn.library_of_parameter(weight)
     if kept is not None and cls is not None:
-        bound = _fast.bind(cls, kept, weight, bias, general)
-    bound.__name__ = bound.__qualname__ = f"bound_{function}"  # type: ignore[attr-defined]
+        short = _fast.bind(cls, kept, weight, bias, general)
+    bound = _Bound(short)
+    bound.__name__ = f"bound_{function}"
+    bound.made_of = function, norm, weight, bias, options, dtype
     return bound
 
 

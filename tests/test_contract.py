@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import copy
 import doctest
 import importlib
 import inspect
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -452,8 +454,20 @@ def test_bound_norm_is_the_function(norm: str) -> None:
     assert bound(X, out) is out
     assert bound(X, out=out) is out
     np.testing.assert_array_equal(out, want)
-    assert repr(bound).startswith(f"<function bound_{norm}_norm at ")
+    assert repr(bound) == f"<bound {norm}_norm>"
     np.testing.assert_array_equal(bind(None)(X), function(X))
+
+
+def test_copies_of_a_bound_norm_have_their_own_weight() -> None:
+    weight = W.copy()
+    bound = norms.bind_layer_norm(weight, weight_offset=1.0, out_dtype=np.float16)
+    expected = bound(X)
+    copies = copy.deepcopy(bound), pickle.loads(pickle.dumps(bound))
+    weight[...] = 0
+    assert copy.copy(bound)(X).tobytes() == bound(X).tobytes() != expected.tobytes()
+    for each in copies:
+        assert each(X).tobytes() == expected.tobytes()
+        assert repr(each) == "<bound layer_norm>"
 
 
 def test_bound_norm_sees_a_weight_that_was_updated() -> None:
