@@ -180,8 +180,11 @@ def check(got: np.ndarray, expected: oracle.Reference, what: str = "y") -> None:
 
 @pytest.fixture(scope="module")
 def built() -> None:
-    """Compile the table on all cores: one by one it takes minutes where no cache is warm."""
-    if missing("cupy") is not None:
+    """Compile the table on all cores: one by one it takes minutes where no cache is warm.
+
+    Processes of pytest-xdist are as many as the cores, and each compiles what its own tests take.
+    """
+    if missing("cupy") is not None or "PYTEST_XDIST_WORKER" in os.environ:
         return
     properties = _kernel.device_properties(0)
     arch, sm_count = properties.arch, properties.sm_count
