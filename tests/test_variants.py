@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -80,7 +81,8 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     if backends.missing("cupy") is not None:
         pytest.skip(str(backends.missing("cupy")))
     properties = _kernel.device_properties(0)
-    variants.load(instances(properties), 0)
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # there each process compiles what its tests take
+        variants.load(instances(properties), 0)
     yield Machine(backends.Cupy, properties)
 
 
