@@ -123,14 +123,14 @@ def normalize(
                 done = library.road(kept, x, residual, weight, bias, out, residual_out)
                 if done is not None:
                     return done[:2] if adds else done[0]
-    return _normalize_anew(
+    return normalize_anew(
         *(function, norm, adds, x, residual, weight, bias),
         (eps, weight_offset, axis, cast, per_head, masked, groups, partial),
         *(where, valid_rows, out, out_dtype, residual_out, kept),
     )
 
 
-def _normalize_anew(
+def normalize_anew(
     function: str,
     norm: Norm,
     adds: bool,

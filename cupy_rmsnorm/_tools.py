@@ -57,9 +57,16 @@ def _bound(
     )
 
     eps, weight_offset, axis, cast, per_head, masked, groups, partial = options
+    kept = _fast.kept(function, options, dtype)
+    cls = _fast_learn.library_of_parameter(weight)
 
     def general(x: ArrayT, out: ArrayT | None = None) -> ArrayT:
         try:
+            if type(x) is cls:  # then the short road was tried, unless this is being compiled
+                return _roads.normalize_anew(  # type: ignore[no-any-return]
+                    *(function, norm, False, x, None, weight, bias, options),
+                    *(None, None, out, dtype, None, kept),
+                )
             return _roads.normalize(  # type: ignore[no-any-return]
                 function,
                 norm,
@@ -87,8 +94,6 @@ def _bound(
             raise
 
     short = general
-    kept = _fast.kept(function, options, dtype)
-    cls = _fast_learn.library_of_parameter(weight)
     if kept is not None and cls is not None:
         short = _fast.bind(cls, kept, weight, bias, general)
     bound = _Bound(short)

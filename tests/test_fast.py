@@ -445,6 +445,30 @@ def test_bound_reads_where_the_weight_lies(driver: Driver, torch_library: TorchL
         bound(x)
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_bound_norm_tries_the_short_road_once(
+    driver: Driver, library: Any, monkeypatch: pytest.MonkeyPatch, with_bias: bool
+) -> None:
+    """But that of x's own library, where the weight is of another, is for the call to try."""
+    x, weight = library.empty((ROWS, HIDDEN_SIZE)), library.empty((HIDDEN_SIZE,))
+    strided = library.empty((ROWS, 2 * HIDDEN_SIZE))[:, ::2]
+    bound, other = (
+        norms.bind_rms_norm(weight_, weight if with_bias else None) for weight_ in (weight, 1.0)
+    )
+    bound(x)
+
+    def refuse(*arguments: Any) -> Any:
+        raise AssertionError("another time")
+
+    known = dataclasses.replace(_fast.libraries[type(x)], road=refuse, plain=refuse)
+    monkeypatch.setitem(_fast.libraries, type(x), known)
+    for array in (x, strided, strided):
+        bound(array)
+    assert [launch.short for launch in driver.launches] == [False, True, False, False]
+    with pytest.raises(AssertionError, match="another time"):
+        other(x)
+
+
 def test_norms_with_other_weights_bound(driver: Driver, library: Any) -> None:
     x, weight = library.empty((ROWS, HIDDEN_SIZE)), library.empty((HIDDEN_SIZE,))
     for norm in (norms.bind_rms_norm(weight), norms.bind_rms_norm(None), norms.bind_rms_norm(2.0)):
@@ -1285,7 +1309,8 @@ def test_a_traced_call_takes_no_short_road(monkeypatch: pytest.MonkeyPatch, func
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", abs, raising=False)
     assert _fast_learn.known_library(torch.Tensor) is not None
     x, weight = torch.ones(ROWS, HIDDEN_SIZE), torch.ones(HIDDEN_SIZE)
-    bound = norms.bind_rms_norm(weight)
+    with mock.patch.object(torch.Tensor, "get_device", return_value=0):  # bind the short road
+        bound = norms.bind_rms_norm(weight)
     calls = {
         "rms_norm": lambda x, weight: norms.rms_norm(x, weight),
         "add_rms_norm": lambda x, weight: norms.add_rms_norm(x, x, weight)[0],
