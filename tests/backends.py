@@ -262,6 +262,15 @@ def missing(name: str) -> str | None:
     return None
 
 
+def skip_without(name: str) -> None:
+    """Skip the test that asks, where this backend cannot run."""
+    import pytest  # which not all that take backends need
+
+    reason = missing(name)
+    if reason is not None:
+        pytest.skip(reason)
+
+
 def _address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures: a test that takes `backend` runs on each array library and device, one that takes
-`device` on each that torch has.
+`device` on each that torch has, one that takes `gpu` on each library that has a GPU.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import collections
 import os
 from collections.abc import Iterator
+from types import ModuleType
 
 import hypothesis
 import pytest
 
 from cupy_rmsnorm import _fast
-from tests.backends import BACKENDS, Backend, missing
+from tests.backends import BACKENDS, Backend, skip_without
 
 # CI draws the same examples in each run; a developer's run draws new ones.
 hypothesis.settings.register_profile(
@@ -62,9 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 )
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """One array library on one device. What a test did to its arrays is verified afterwards."""
-    reason = missing(request.param)
-    if reason is not None:
-        pytest.skip(reason)
+    skip_without(request.param)
     made = BACKENDS[request.param]()
     with made.running():
         yield made
@@ -72,12 +71,38 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         made.verify()
 
 
+@pytest.fixture(params=["cupy", "torch-cuda"])
+def gpu(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """Either library's arrays on the GPU, for tests of that alone."""
+    skip_without(request.param)
+    made = BACKENDS[request.param]()
+    yield made
+    made.synchronize()
+    made.verify()
+
+
+@pytest.fixture
+def cupy() -> ModuleType:
+    """CuPy, where it has a GPU."""
+    skip_without("cupy")
+    import cupy
+
+    return cupy
+
+
+@pytest.fixture
+def torch() -> ModuleType:
+    """torch, where it has a GPU."""
+    skip_without("torch-cuda")
+    import torch
+
+    return torch
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     """Where the torch tensors of a test lie."""
-    reason = missing(f"torch-{request.param}")
-    if reason is not None:
-        pytest.skip(reason)
+    skip_without(f"torch-{request.param}")
     return str(request.param)
 
 

@@ -4,20 +4,12 @@
 from __future__ import annotations
 
 import math
+from types import ModuleType
 
 import numpy as np
 import pytest
 
-from cupy_rmsnorm import _bench, _info
-
-
-@pytest.fixture
-def cupy() -> object:
-    module = pytest.importorskip("cupy")
-    usable, reason = _info.available()
-    if not usable:
-        pytest.skip(reason)
-    return module
+from cupy_rmsnorm import _bench
 
 
 def test_cases_are_distinct() -> None:
@@ -75,7 +67,7 @@ def test_cpu_time_measures() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vectors", [1, 255, 256, 257, 1025, 100_003])
-def test_copies_copy(cupy: object, vectors: int) -> None:
+def test_copies_copy(cupy: ModuleType, vectors: int) -> None:
     sources, targets = _bench.copy_rings(32 * vectors, 2)
     copies = _bench.copy_candidates(sources, targets)
     assert len(copies) == 3
@@ -90,7 +82,7 @@ def test_copies_copy(cupy: object, vectors: int) -> None:
 
 
 @pytest.mark.gpu
-def test_rings_are_aligned_and_apart(cupy: object) -> None:
+def test_rings_are_aligned_and_apart(cupy: ModuleType) -> None:
     arrays = _bench.ring((3, 7), cupy.float16, 5)
     starts = [array.data.ptr for array in arrays]
     assert all(start % 512 == 0 for start in starts)
@@ -99,7 +91,7 @@ def test_rings_are_aligned_and_apart(cupy: object) -> None:
 
 
 @pytest.mark.gpu
-def test_a_ring_exceeds_the_cache(cupy: object) -> None:
+def test_a_ring_exceeds_the_cache(cupy: ModuleType) -> None:
     l2 = cupy.cuda.Device().attributes["L2CacheSize"]
     assert _bench.placement_count(1 << 14) >= 2 * l2 // (1 << 14)
     assert _bench.placement_count(1 << 28) == _bench.PLACEMENTS
@@ -108,7 +100,7 @@ def test_a_ring_exceeds_the_cache(cupy: object) -> None:
 
 
 @pytest.mark.gpu
-def test_twice_the_bytes_take_twice_the_time(cupy: object) -> None:
+def test_twice_the_bytes_take_twice_the_time(cupy: ModuleType) -> None:
     """Device time of copies, beyond the cache: a cached or an unmeasured copy would not scale."""
     once, twice = (_bench.copy_seconds(size << 20) for size in (256, 512))
     assert math.isclose(twice / once, 2, rel_tol=0.15)

@@ -43,7 +43,7 @@ from cupy_rmsnorm import (
     _torch_memory,
 )
 from cupy_rmsnorm._kernel import DeviceProperties, Specialisation
-from tests.backends import missing
+from tests.backends import skip_without
 
 ROWS, HIDDEN_SIZE = 4, 64
 STREAM = 77
@@ -1090,9 +1090,7 @@ def emulated() -> Iterator[list[str]]:
 @pytest.mark.parametrize("statistics", ["", "_forward"])
 @pytest.mark.parametrize("function", ["rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"])
 def test_both_roads_give_the_same_bits(function: str, statistics: str, in_place: bool) -> None:
-    reason = missing("emulator")
-    if reason is not None:
-        pytest.skip(reason)
+    skip_without("emulator")
     from tests import emulator
 
     random = np.random.default_rng(0)
@@ -1675,9 +1673,7 @@ def test_recorded_calls_take_the_short_road(
 
 @pytest.mark.parametrize("function", BACKWARD)
 def test_both_roads_of_backward_give_the_same_bits(function: str) -> None:
-    reason = missing("emulator")
-    if reason is not None:
-        pytest.skip(reason)
+    skip_without("emulator")
     from tests import emulator
 
     random = np.random.default_rng(1)

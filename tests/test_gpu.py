@@ -41,40 +41,6 @@ extern "C" __global__ void spin(long long cycles) {
 """
 
 
-@pytest.fixture
-def cupy() -> ModuleType:
-    """CuPy, where it has a GPU."""
-    reason = missing("cupy")
-    if reason is not None:
-        pytest.skip(reason)
-    import cupy
-
-    return cupy
-
-
-@pytest.fixture
-def torch() -> ModuleType:
-    """torch, where it has a GPU."""
-    reason = missing("torch-cuda")
-    if reason is not None:
-        pytest.skip(reason)
-    import torch
-
-    return torch
-
-
-@pytest.fixture(params=["cupy", "torch-cuda"])
-def device(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """Either library's arrays on the GPU."""
-    reason = missing(request.param)
-    if reason is not None:
-        pytest.skip(reason)
-    made = BACKENDS[request.param]()
-    yield made
-    made.synchronize()
-    made.verify()
-
-
 class Side:
     """A non-blocking stream of one library, and what tests do on it."""
 
@@ -133,8 +99,8 @@ class Side:
 
 
 @pytest.fixture
-def side(device: Backend) -> Side:
-    return Side(device)
+def side(gpu: Backend) -> Side:
+    return Side(gpu)
 
 
 @dataclasses.dataclass
@@ -257,35 +223,35 @@ def test_the_gpu_grants_the_shared_memory_of_its_plans(cupy: ModuleType) -> None
 
 # Exactly at and around the sizes where shared memory needs asking for.
 @pytest.mark.parametrize("hidden_size", [12287, 12288, 12289, 16384, 16385, 57344, 65536])
-def test_long_rows_of_an_added_residual(device: Backend, hidden_size: int) -> None:
+def test_long_rows_of_an_added_residual(gpu: Backend, hidden_size: int) -> None:
     shape = (3, hidden_size)
     case = Case(
         x=inputs.lay(inputs.array(shape, "float32", "row_tagged")),
         residual=inputs.lay(inputs.array(shape, "float32", seed=1)),
         weight=inputs.lay(inputs.weight(hidden_size, "float32")),
     )
-    calls.check_forward(case, calls.forward(device, case, statistics=True))
+    calls.check_forward(case, calls.forward(gpu, case, statistics=True))
 
 
 @pytest.mark.parametrize(
     ("rows", "hidden_size"),
     [(65535, 8), (65536, 8), (65537, 8), (131073, 8), (65536, 64), (65537, 64), (131073, 64)],
 )
-def test_more_rows_than_a_grid_s_y_axis(device: Backend, rows: int, hidden_size: int) -> None:
+def test_more_rows_than_a_grid_s_y_axis(gpu: Backend, rows: int, hidden_size: int) -> None:
     case = Case(x=inputs.array((rows, hidden_size), "float32", "row_tagged"))
-    calls.check_forward(case, calls.forward(device, case, statistics=True))
+    calls.check_forward(case, calls.forward(gpu, case, statistics=True))
 
 
 @pytest.mark.parametrize(("tokens", "heads"), [(65537, 1), (1, 65537)])
-def test_more_heads_than_a_grid_s_y_axis(device: Backend, tokens: int, heads: int) -> None:
+def test_more_heads_than_a_grid_s_y_axis(gpu: Backend, tokens: int, heads: int) -> None:
     q = inputs.array((tokens, heads, 64), "float16", "row_tagged")
     k = inputs.array((tokens, 1, 64), "float16")
     weight = inputs.weight(64, "float16")
     got_q, got_k = cupy_rmsnorm.qk_norm(
-        device.input(q), device.input(k), device.input(weight), device.input(weight)
+        gpu.input(q), gpu.input(k), gpu.input(weight), gpu.input(weight)
     )
-    check(device.numpy(got_q), rms_reference(q, weight), "q_out")
-    check(device.numpy(got_k), rms_reference(k, weight), "k_out")
+    check(gpu.numpy(got_q), rms_reference(q, weight), "q_out")
+    check(gpu.numpy(got_k), rms_reference(k, weight), "k_out")
 
 
 # The same bits ------------------------------------------------------------------------------------
@@ -297,7 +263,7 @@ SAME_BITS = [
 
 
 @pytest.mark.parametrize(("place", "norm", "dtype"), SAME_BITS)
-def test_a_row_s_bits_are_its_own(device: Backend, place: str, norm: str, dtype: str) -> None:
+def test_a_row_s_bits_are_its_own(gpu: Backend, place: str, norm: str, dtype: str) -> None:
     """Not of the batch, the alignment, the strides, the masks, nor of what else is asked for."""
     itemsize = oracle.DTYPES[dtype].itemsize
     hidden_size = kernels.PLACES[place].hidden_size(itemsize, 8)
@@ -310,10 +276,10 @@ def test_a_row_s_bits_are_its_own(device: Backend, place: str, norm: str, dtype:
         weight=inputs.lay(inputs.weight(hidden_size, "float32")),
         bias=inputs.lay(inputs.bias(hidden_size, dtype)),
     )
-    expected = calls.forward(device, case, statistics=True)
+    expected = calls.forward(gpu, case, statistics=True)
 
     def same(what: str, case: Case, chosen: Any = slice(None), **outputs: Any) -> None:
-        got = calls.forward(device, case, statistics=True, **outputs)
+        got = calls.forward(gpu, case, statistics=True, **outputs)
         for name, values in expected.items():
             compare.equal(got[name], values[chosen], f"{name}, {what}")
 
@@ -324,27 +290,27 @@ def test_a_row_s_bits_are_its_own(device: Backend, place: str, norm: str, dtype:
     same("in a large batch", case.but(x=inputs.lay(x[index])), index)
     for layout in ("offset_1", "offset_4", "row_gap_8", "row_gap_3", "inner_2", "transposed"):
         same(layout, case.but(x=inputs.lay(x, layout)))
-    out = device.empty(shape, dtype, "offset_1")
+    out = gpu.empty(shape, dtype, "offset_1")
     same("a misaligned output", case, y=out)
     shifted = case.but(weight=inputs.lay(np.array(case.weight), "offset_1"))
     same("a misaligned weight", shifted)
     where = np.arange(rows) % 2 == 0
-    got = calls.forward(device, case.but(where=where), statistics=True)
+    got = calls.forward(gpu, case.but(where=where), statistics=True)
     for name, values in expected.items():
         compare.equal(got[name][where], values[where], f"{name}, masked")
-    compare.equal(calls.forward(device, case)["y"], expected["y"], "y without statistics")
+    compare.equal(calls.forward(gpu, case)["y"], expected["y"], "y without statistics")
 
     in_place = inputs.lay(x)
-    native = device.output(in_place)
+    native = gpu.output(in_place)
     function = getattr(cupy_rmsnorm, f"{norm}_norm")
-    weight, bias = device.input(case.weight), device.input(case.bias)
+    weight, bias = gpu.input(case.weight), gpu.input(case.bias)
     assert function(native, weight, bias, eps=case.eps, out=native) is native
-    compare.equal(device.numpy(native), expected["y"], "y in place")
+    compare.equal(gpu.numpy(native), expected["y"], "y in place")
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("hidden_size", [769, 4096, 20_001, 40_000, 1_000_008])
-def test_fifty_repeats(device: Backend, norm: str, hidden_size: int) -> None:
+def test_fifty_repeats(gpu: Backend, norm: str, hidden_size: int) -> None:
     rows = 7 if hidden_size < 100_000 else 2
     case = Case(
         x=inputs.lay(inputs.array((rows, hidden_size), "float16", "row_tagged")),
@@ -352,18 +318,18 @@ def test_fifty_repeats(device: Backend, norm: str, hidden_size: int) -> None:
         norm=norm,
     )
     outputs = {
-        name: device.empty(case.shape(name), dtype)
+        name: gpu.empty(case.shape(name), dtype)
         for name, dtype in case.outputs(statistics=True).items()
     }
-    first = calls.forward(device, case, statistics=True, **outputs)
+    first = calls.forward(gpu, case, statistics=True, **outputs)
     calls.check_forward(case, first)
     function = getattr(cupy_rmsnorm, f"{norm}_norm_forward")
-    x, weight = device.input(case.x), device.input(case.weight)
+    x, weight = gpu.input(case.x), gpu.input(case.weight)
     keywords = {calls.PARAMETERS[name]: native for name, native in outputs.items()}
     for _ in range(50):
         function(x, weight, eps=case.eps, **keywords)
         for name, native in outputs.items():
-            compare.equal(device.numpy(native), first[name], name)
+            compare.equal(gpu.numpy(native), first[name], name)
 
 
 # 64-bit offsets -----------------------------------------------------------------------------------
@@ -523,9 +489,9 @@ def test_backward_on_the_current_stream(side: Side, launches: Launches, hidden_s
     assert set(launches.streams) == {0, side.handle}
 
 
-def test_the_null_stream(device: Backend, launches: Launches) -> None:
+def test_the_null_stream(gpu: Backend, launches: Launches) -> None:
     case = Case(x=inputs.array((3, 64), "float32"))
-    calls.check_forward(case, calls.forward(device, case))
+    calls.check_forward(case, calls.forward(gpu, case))
     assert launches.streams == [0]
 
 
@@ -572,13 +538,13 @@ def count_allocations(backend: Backend, run: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize("hidden_size", [64, 4096, 20_000, 1_000_008])
-def test_with_outputs_given_nothing_is_allocated(device: Backend, hidden_size: int) -> None:
+def test_with_outputs_given_nothing_is_allocated(gpu: Backend, hidden_size: int) -> None:
     shape = (4, hidden_size)
-    x = device.input(inputs.array(shape, "float16"))
-    residual = device.input(inputs.array(shape, "float16", seed=1))
-    weight = device.input(inputs.weight(hidden_size, "float32"))
-    out, residual_out = device.empty(shape, "float16"), device.empty(shape, "float16")
-    mean, rstd = device.empty((4,), "float32"), device.empty((4,), "float32")
+    x = gpu.input(inputs.array(shape, "float16"))
+    residual = gpu.input(inputs.array(shape, "float16", seed=1))
+    weight = gpu.input(inputs.weight(hidden_size, "float32"))
+    out, residual_out = gpu.empty(shape, "float16"), gpu.empty(shape, "float16")
+    mean, rstd = gpu.empty((4,), "float32"), gpu.empty((4,), "float32")
 
     def run() -> None:
         cupy_rmsnorm.rms_norm(x, weight, out=out)
@@ -586,49 +552,49 @@ def test_with_outputs_given_nothing_is_allocated(device: Backend, hidden_size: i
         cupy_rmsnorm.add_rms_norm(x, residual, weight, out=out, residual_out=residual_out)
 
     run()
-    assert count_allocations(device, run) == 0
+    assert count_allocations(gpu, run) == 0
     # That the counting counts:
-    assert count_allocations(device, lambda: cupy_rmsnorm.rms_norm(x, weight)) == 1
-    assert count_allocations(device, lambda: cupy_rmsnorm.rms_norm_forward(x, weight)) == 2
+    assert count_allocations(gpu, lambda: cupy_rmsnorm.rms_norm(x, weight)) == 1
+    assert count_allocations(gpu, lambda: cupy_rmsnorm.rms_norm_forward(x, weight)) == 2
 
 
-def test_an_inner_stride_costs_one_temporary(device: Backend) -> None:
-    x = device.input(inputs.lay(inputs.array((4, 512), "float16"), "inner_2"))
-    out = device.empty((4, 512), "float16")
+def test_an_inner_stride_costs_one_temporary(gpu: Backend) -> None:
+    x = gpu.input(inputs.lay(inputs.array((4, 512), "float16"), "inner_2"))
+    out = gpu.empty((4, 512), "float16")
 
     def run() -> None:
         cupy_rmsnorm.rms_norm(x, out=out)
 
     run()
-    assert count_allocations(device, run) == 1
+    assert count_allocations(gpu, run) == 1
 
 
-def test_errors_come_before_the_launch(device: Backend, launches: Launches) -> None:
+def test_errors_come_before_the_launch(gpu: Backend, launches: Launches) -> None:
     """They leave the device usable, and current what was."""
     from cupy.cuda import runtime
 
     x = inputs.array((4, 64), "float16")
-    native = device.input(x)
+    native = gpu.input(x)
     for arguments, options, error in (
-        ((native, device.input(inputs.weight(63, "float16"))), {}, ValueError),
-        ((native, device.input(np.ones(64, np.int32))), {}, TypeError),
+        ((native, gpu.input(inputs.weight(63, "float16"))), {}, ValueError),
+        ((native, gpu.input(np.ones(64, np.int32))), {}, TypeError),
         ((native, np.ones(64, np.float16)), {}, ValueError),
         ((native,), {"eps": -1.0}, ValueError),
         ((native,), {"axis": 0}, ValueError),
-        ((native,), {"out": device.output(np.ones((4, 63), np.float16))}, ValueError),
+        ((native,), {"out": gpu.output(np.ones((4, 63), np.float16))}, ValueError),
     ):
         before = runtime.getDevice()
         with pytest.raises(error):
             cupy_rmsnorm.rms_norm(*arguments, **options)
         assert runtime.getDevice() == before
         assert not launches.streams
-    device.synchronize()
-    check(device.numpy(cupy_rmsnorm.rms_norm(native)), rms_reference(x))
+    gpu.synchronize()
+    check(gpu.numpy(cupy_rmsnorm.rms_norm(native)), rms_reference(x))
     for shape in ((0, 64), (3, 0, 64)):
-        empty = cupy_rmsnorm.rms_norm(device.input(inputs.lay(np.zeros(shape, np.float16))))
-        assert device.numpy(empty).shape == shape
-    device.synchronize()
-    check(device.numpy(cupy_rmsnorm.rms_norm(native)), rms_reference(x))
+        empty = cupy_rmsnorm.rms_norm(gpu.input(inputs.lay(np.zeros(shape, np.float16))))
+        assert gpu.numpy(empty).shape == shape
+    gpu.synchronize()
+    check(gpu.numpy(cupy_rmsnorm.rms_norm(native)), rms_reference(x))
 
 
 # Compilation --------------------------------------------------------------------------------------
@@ -650,14 +616,14 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[Specialisation]:
     return built
 
 
-def test_one_build_a_specialisation(device: Backend, builds: list[Specialisation]) -> None:
+def test_one_build_a_specialisation(gpu: Backend, builds: list[Specialisation]) -> None:
     def run(rows: int, hidden_size: int) -> None:
         x, weight = (
             inputs.array((rows, hidden_size), "float32"),
             inputs.weight(hidden_size, "float32"),
         )
-        got = cupy_rmsnorm.rms_norm(device.input(x), device.input(weight))
-        check(device.numpy(got), rms_reference(x, weight))
+        got = cupy_rmsnorm.rms_norm(gpu.input(x), gpu.input(weight))
+        check(gpu.numpy(got), rms_reference(x, weight))
 
     for _ in range(3):
         run(3, 331)
@@ -667,9 +633,9 @@ def test_one_build_a_specialisation(device: Backend, builds: list[Specialisation
     assert len(builds) == 2
 
 
-def test_sixteen_threads_build_once(device: Backend, builds: list[Specialisation]) -> None:
+def test_sixteen_threads_build_once(gpu: Backend, builds: list[Specialisation]) -> None:
     x = inputs.array((5, 1000), "bfloat16")
-    native, expected = device.input(x), rms_reference(x)
+    native, expected = gpu.input(x), rms_reference(x)
     together = threading.Barrier(16)
 
     def work() -> list[Any]:
@@ -679,23 +645,23 @@ def test_sixteen_threads_build_once(device: Backend, builds: list[Specialisation
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         futures = [pool.submit(work) for _ in range(16)]
         results = [result for future in futures for result in future.result()]
-    device.synchronize()
+    gpu.synchronize()
     assert len(results) == 48
     for result in results:
-        check(device.numpy(result), expected)
+        check(gpu.numpy(result), expected)
     assert len(builds) == 1
 
 
-def test_a_new_thread_launches_what_another_built(device: Backend) -> None:
+def test_a_new_thread_launches_what_another_built(gpu: Backend) -> None:
     """Nothing before the launch may have given the thread a CUDA context."""
     x = inputs.array((5, 1000), "float16")
-    native, out = device.input(x), device.empty((5, 1000), "float16")
+    native, out = gpu.input(x), gpu.empty((5, 1000), "float16")
     cupy_rmsnorm.rms_norm(native, out=out)
-    device.synchronize()
+    gpu.synchronize()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         pool.submit(cupy_rmsnorm.rms_norm, native, out=out).result()
-    device.synchronize()
-    check(device.numpy(out), rms_reference(x))
+    gpu.synchronize()
+    check(gpu.numpy(out), rms_reference(x))
 
 
 def test_a_fork_of_an_importing_process_has_its_gpu(cupy: ModuleType) -> None:
@@ -848,30 +814,30 @@ def test_a_captured_graph_serves_any_length(
 
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("tokens", [1, 300])
-def test_qk_norm_has_the_bits_of_two_calls(device: Backend, head_size: int, tokens: int) -> None:
+def test_qk_norm_has_the_bits_of_two_calls(gpu: Backend, head_size: int, tokens: int) -> None:
     qkv = inputs.lay(inputs.array((tokens, 12, head_size), "bfloat16", "row_tagged"))
     q, k = qkv[:, :8], qkv[:, 8:10]
     weights = inputs.weight(head_size, "bfloat16"), inputs.weight((2, head_size), "bfloat16", 1)
-    arrays = [device.input(array) for array in (q, k, *weights)]
+    arrays = [gpu.input(array) for array in (q, k, *weights)]
     expected = (
         cupy_rmsnorm.rms_norm(arrays[0], arrays[2]),
         cupy_rmsnorm.rms_norm(arrays[1], arrays[3], per_head=True),
     )
     for _ in range(2):  # by the general road, by the short one
         for name, got, want in zip("qk", cupy_rmsnorm.qk_norm(*arrays), expected, strict=True):
-            compare.equal(device.numpy(got), device.numpy(want), name)
+            compare.equal(gpu.numpy(got), gpu.numpy(want), name)
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("hidden_size", [24, 4096, 80_000])
-def test_groups_have_the_bits_of_heads(device: Backend, norm: str, hidden_size: int) -> None:
+def test_groups_have_the_bits_of_heads(gpu: Backend, norm: str, hidden_size: int) -> None:
     x = inputs.array((7, hidden_size), "float16", "row_tagged")
     weight = inputs.weight(hidden_size, "float32")
     heads = Case(x=x.reshape(7, 4, -1), norm=norm, weight=weight.reshape(4, -1), per_head=True)
-    expected = calls.forward(device, heads, statistics=True)
+    expected = calls.forward(gpu, heads, statistics=True)
     case = Case(x=x, norm=norm, weight=weight, groups=4)
     for _ in range(2):  # by the general road, by the short one
-        got = calls.forward(device, case, statistics=True)
+        got = calls.forward(gpu, case, statistics=True)
         for output, result in got.items():
             compare.equal(result.reshape(expected[output].shape), expected[output], output)
 

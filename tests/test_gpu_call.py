@@ -11,7 +11,6 @@ import sys
 import tempfile
 import textwrap
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +19,13 @@ import pytest
 import cupy_rmsnorm as norms
 from cupy_rmsnorm import _fast, _kernel
 from tests import compare, inputs, oracle
-from tests.backends import BACKENDS, Backend, missing
+from tests.backends import BACKENDS, Backend, missing, skip_without
 from tests.test_gpu import Side, count_allocations
 
 pytestmark = pytest.mark.gpu
 
 CHECKOUT = Path(__file__).parent.parent
 FUNCTIONS = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
-
-
-@pytest.fixture(params=["cupy", "torch-cuda"])
-def device(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """Either library's arrays on the GPU."""
-    reason = missing(request.param)
-    if reason is not None:
-        pytest.skip(reason)
-    made = BACKENDS[request.param]()
-    yield made
-    made.synchronize()
-    made.verify()
 
 
 @pytest.fixture
@@ -64,12 +51,12 @@ def general(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 @pytest.mark.parametrize("function", [*FUNCTIONS, *(f"{name}_forward" for name in FUNCTIONS)])
 def test_both_roads_give_the_same_bits(
-    device: Backend, general: list[int], function: str, dtype: str, hidden_size: int
+    gpu: Backend, general: list[int], function: str, dtype: str, hidden_size: int
 ) -> None:
     shape = (3, hidden_size)
     adds = function.startswith("add_")
-    x, residual = (device.input(inputs.array(shape, dtype, seed=seed)) for seed in (0, 1))
-    weight = device.input(inputs.weight(hidden_size, dtype))
+    x, residual = (gpu.input(inputs.array(shape, dtype, seed=seed)) for seed in (0, 1))
+    weight = gpu.input(inputs.weight(hidden_size, dtype))
     arrays = (x, residual) if adds else (x,)
     results = []
     for road in ("general", "short", "general"):
@@ -79,7 +66,7 @@ def test_both_roads_give_the_same_bits(
         made = getattr(norms, function)(*arrays, weight)
         assert len(general) - before == (road == "general")
         results.append(
-            [device.numpy(array) for array in (made if isinstance(made, tuple) else (made,))]
+            [gpu.numpy(array) for array in (made if isinstance(made, tuple) else (made,))]
         )
     for one, other, again in zip(*results, strict=True):
         compare.equal(other, one, "short road")
@@ -87,28 +74,28 @@ def test_both_roads_give_the_same_bits(
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_in_place(device: Backend, general: list[int], function: str) -> None:
+def test_in_place(gpu: Backend, general: list[int], function: str) -> None:
     shape = (5, 1024)
     values = [inputs.array(shape, "float16", seed=seed) for seed in (0, 1)]
     adds = function.startswith("add_")
     results = []
     for _ in range(2):
-        x, residual = (device.output(value.copy()) for value in values)
+        x, residual = (gpu.output(value.copy()) for value in values)
         if adds:
             getattr(norms, function)(x, residual, out=x, residual_out=residual)
         else:
             getattr(norms, function)(x, out=x)
-        results.append((device.numpy(x), device.numpy(residual)))
+        results.append((gpu.numpy(x), gpu.numpy(residual)))
     assert len(general) == 1
     for short, first in zip(results[1], results[0], strict=True):
         compare.equal(short, first, "in place")
 
 
-def test_nothing_is_allocated(device: Backend, general: list[int]) -> None:
+def test_nothing_is_allocated(gpu: Backend, general: list[int]) -> None:
     shape = (4, 4096)
-    x, residual = (device.input(inputs.array(shape, "float16", seed=seed)) for seed in (0, 1))
-    weight = device.input(inputs.weight(4096, "float32"))
-    out, residual_out = device.empty(shape, "float16"), device.empty(shape, "float16")
+    x, residual = (gpu.input(inputs.array(shape, "float16", seed=seed)) for seed in (0, 1))
+    weight = gpu.input(inputs.weight(4096, "float32"))
+    out, residual_out = gpu.empty(shape, "float16"), gpu.empty(shape, "float16")
     bound = norms.bind_rms_norm(weight)
 
     def run() -> None:
@@ -118,71 +105,69 @@ def test_nothing_is_allocated(device: Backend, general: list[int]) -> None:
 
     run()
     general.clear()
-    assert count_allocations(device, run) == 0
+    assert count_allocations(gpu, run) == 0
     assert general == []
-    assert count_allocations(device, lambda: norms.rms_norm(x, weight)) == 1
+    assert count_allocations(gpu, lambda: norms.rms_norm(x, weight)) == 1
 
 
-def test_the_current_stream(device: Backend, general: list[int]) -> None:
+def test_the_current_stream(gpu: Backend, general: list[int]) -> None:
     """A short call behind a busy stream sees what that stream wrote; the host does not wait."""
-    side = Side(device)
+    side = Side(gpu)
     shape = (64, 4096)
     old, new = (inputs.array(shape, "float16", seed=seed) for seed in (0, 1))
-    x, out = device.output(old.copy()), device.empty(shape, "float16")
-    before, after = device.input(old), device.input(new)
+    x, out = gpu.output(old.copy()), gpu.empty(shape, "float16")
+    before, after = gpu.input(old), gpu.input(new)
     norms.rms_norm(x, out=out)  # learnt on the default stream
     general.clear()
     expected = oracle.forward(new, None, eps=1e-6).y
     for repeat in range(4):
         side.copy(x, before)
-        device.synchronize()
+        gpu.synchronize()
         with side.current():
             side.spin()
             side.copy(x, after)
             norms.rms_norm(x, out=out)
             assert repeat == 0 or side.busy(), "the call waited for the GPU"
         side.synchronize()
-        got = device.numpy(out)
+        got = gpu.numpy(out)
         compare.close(got, expected.value, expected.bound("float16"), "y")
     assert general == []
 
 
 def test_torch_captures_it() -> None:
-    reason = missing("torch-cuda")
-    if reason is not None:
-        pytest.skip(reason)
+    skip_without("torch-cuda")
     import torch
 
-    device = BACKENDS["torch-cuda"]()
-    x = device.output(inputs.array((8, 4096), "float16"))
-    out = device.empty((8, 4096), "float16")
+    gpu = BACKENDS["torch-cuda"]()
+    x = gpu.output(inputs.array((8, 4096), "float16"))
+    out = gpu.empty((8, 4096), "float16")
     norms.rms_norm(x, out=out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         norms.rms_norm(x, out=out)
     for seed in (1, 2):
-        x.copy_(device.input(inputs.array((8, 4096), "float16", seed=seed)))
+        x.copy_(gpu.input(inputs.array((8, 4096), "float16", seed=seed)))
         graph.replay()
         torch.cuda.synchronize()
-        replayed = device.numpy(out)
+        replayed = gpu.numpy(out)
         norms.rms_norm(x, out=out)
-        compare.equal(replayed, device.numpy(out), "replay")
+        compare.equal(replayed, gpu.numpy(out), "replay")
 
 
-def test_sixteen_threads(device: Backend) -> None:
+def test_sixteen_threads(gpu: Backend) -> None:
     """First and later calls at once, each thread on a stream of its own."""
     threads, shape = 16, (3, 2048)
     values = [inputs.array(shape, "float16", seed=seed) for seed in range(threads)]
-    xs = [device.input(value) for value in values]
-    outs = [device.empty(shape, "float16") for _ in values]
-    device.synchronize()
+    xs = [gpu.input(value) for value in values]
+    outs = [gpu.empty(shape, "float16") for _ in values]
+    gpu.synchronize()
     start = threading.Barrier(threads)
     failures: list[BaseException] = []
 
     def work(x: Any, out: Any) -> None:
         try:
-            side = Side(device)
+            side = Side(gpu)
             start.wait()
             with side.current():
                 for _ in range(200):
@@ -199,7 +184,7 @@ def test_sixteen_threads(device: Backend) -> None:
     assert failures == []
     for value, out in zip(values, outs, strict=True):
         expected = oracle.forward(value, None, eps=1e-5, norm="layer").y
-        compare.close(device.numpy(out), expected.value, expected.bound("float16"), "y")
+        compare.close(gpu.numpy(out), expected.value, expected.bound("float16"), "y")
 
 
 # The compile cache --------------------------------------------------------------------------------
@@ -225,13 +210,6 @@ NO_COMPILER = """
 """
 
 
-@pytest.fixture
-def cupy_here() -> None:
-    reason = missing("cupy")
-    if reason is not None:
-        pytest.skip(reason)
-
-
 def run(folder: Path, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """The call in a process of its own whose cache is `folder`."""
     code = textwrap.dedent(CALL).replace("{before}", textwrap.dedent(before))
@@ -245,7 +223,7 @@ def run(folder: Path, before: str = "", **environment: str) -> subprocess.Comple
     )
 
 
-@pytest.mark.usefixtures("cupy_here")
+@pytest.mark.usefixtures("cupy")
 def test_a_second_process_does_not_compile(tmp_path: Path) -> None:
     first = run(tmp_path)
     assert first.returncode == 0, first.stderr
@@ -255,7 +233,7 @@ def test_a_second_process_does_not_compile(tmp_path: Path) -> None:
     assert run(tmp_path / "another", NO_COMPILER).returncode != 0
 
 
-@pytest.mark.usefixtures("cupy_here")
+@pytest.mark.usefixtures("cupy")
 def test_a_first_call_is_quick_where_the_cache_is_warm(tmp_path: Path) -> None:
     assert run(tmp_path).returncode == 0
     seconds = min(float(run(tmp_path).stdout.split()[0]) for _ in range(3))
@@ -273,7 +251,7 @@ MEET = """
 """
 
 
-@pytest.mark.usefixtures("cupy_here")
+@pytest.mark.usefixtures("cupy")
 def test_eight_processes_on_one_empty_cache(tmp_path: Path) -> None:
     cache, place = tmp_path / "cache", tmp_path / "met"
     place.mkdir()
@@ -288,7 +266,7 @@ def test_eight_processes_on_one_empty_cache(tmp_path: Path) -> None:
     assert {one.stdout.split()[1] for one in (*done, after)} == {after.stdout.split()[1]}
 
 
-@pytest.mark.usefixtures("cupy_here")
+@pytest.mark.usefixtures("cupy")
 @pytest.mark.parametrize("left", [0, 0.5], ids=["empty", "half"])
 def test_truncated_cache_files(tmp_path: Path, left: float) -> None:
     first = run(tmp_path)
@@ -301,7 +279,7 @@ def test_truncated_cache_files(tmp_path: Path, left: float) -> None:
     assert second.stdout.split()[1] == first.stdout.split()[1]
 
 
-@pytest.mark.usefixtures("cupy_here")
+@pytest.mark.usefixtures("cupy")
 def test_a_cache_folder_that_is_gone(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     gone = f"import shutil; shutil.rmtree({os.fspath(folder)!r})"
@@ -319,7 +297,7 @@ FULL = """
 """
 
 
-@pytest.mark.usefixtures("cupy_here")
+@pytest.mark.usefixtures("cupy")
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no limits on files")
 def test_a_full_disk(tmp_path: Path) -> None:
     """No file takes more than 512 bytes, which is less than a compiled kernel."""
@@ -336,18 +314,18 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert after.stdout.split()[1] == kept.stdout.split()[1]
 
 
-@pytest.mark.usefixtures("cupy_here")
+@pytest.mark.usefixtures("cupy")
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 def test_ptx_for_a_gpu_that_nvrtc_does_not_know(monkeypatch: pytest.MonkeyPatch, norm: str) -> None:
     from cupy.cuda import nvrtc
 
-    device = BACKENDS["cupy"]()
+    gpu = BACKENDS["cupy"]()
     values = inputs.array((7, 1000), "float16")
-    x = device.input(values)
+    x = gpu.input(values)
     call = getattr(norms, f"{norm}_norm")
     monkeypatch.setattr(nvrtc, "getSupportedArchs", lambda: (75,))
     monkeypatch.setattr(_kernel, "_functions", {})
-    got = device.numpy(call(x, eps=1e-5))
+    got = gpu.numpy(call(x, eps=1e-5))
     expected = oracle.forward(values, None, eps=1e-5, norm=norm).y
     compare.close(got, expected.value, expected.bound("float16"), "y")
 
@@ -366,7 +344,7 @@ FOREIGN = """
 """
 
 
-@pytest.mark.usefixtures("cupy_here")
+@pytest.mark.usefixtures("cupy")
 @pytest.mark.parametrize("home", ["missing", "foreign"])
 def test_a_home_that_cannot_be_written_to(tmp_path: Path, home: str) -> None:
     """The call works, or one error names the variable that helps."""
@@ -535,9 +513,7 @@ WARM = """
 
 @pytest.mark.parametrize("library", ["torch", "cupy"])
 def test_each_call_is_captured_cold_after_warmup(tmp_path: Path, library: str) -> None:
-    reason = missing("torch-cuda" if library == "torch" else library)
-    if reason is not None:
-        pytest.skip(reason)
+    skip_without("torch-cuda" if library == "torch" else library)
     code = (TORCHS if library == "torch" else CUPYS) + WARM
     done = in_process(code, CUPY_CACHE_DIR=os.fspath(tmp_path))
     assert done.returncode == 0, done.stdout[-300:] + done.stderr
@@ -632,9 +608,7 @@ TORCHS_ARRAYS = """
 @pytest.mark.parametrize("library", ["cupy", "torch-cuda"])
 def test_a_fork_of_a_process_that_used_the_gpu(library: str, repeated: int) -> None:
     """Its GPU calls raise a sentence that names the way out, and it has the NumPy backend."""
-    reason = missing(library)
-    if reason is not None:
-        pytest.skip(reason)
+    skip_without(library)
     arrays = (CUPYS_ARRAYS if library == "cupy" else TORCHS_ARRAYS).strip()
     code = FORKED.replace("{arrays}", arrays).replace("{repeated}", str(repeated))
     done = in_process(code)
@@ -658,7 +632,7 @@ def in_process(code: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.usefixtures("cupy_here")
+@pytest.mark.usefixtures("cupy")
 def test_debug_names_the_call_that_failed() -> None:
     failed = in_process(FAILING, CUPY_RMSNORM_DEBUG="1")
     assert failed.returncode != 0
@@ -667,7 +641,7 @@ def test_debug_names_the_call_that_failed() -> None:
     assert "illegal" in failed.stderr or "misaligned" in failed.stderr
 
 
-@pytest.mark.usefixtures("cupy_here")
+@pytest.mark.usefixtures("cupy")
 @pytest.mark.parametrize("variable", ["CUPY_RMSNORM_DEBUG", "CUPY_RMSNORM_NVTX"])
 def test_watched_calls_are_captured(variable: str) -> None:
     done = in_process(CAPTURED, **{variable: "1"})

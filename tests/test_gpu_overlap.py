@@ -15,7 +15,7 @@ import pytest
 
 import cupy_rmsnorm as norms
 from cupy_rmsnorm import _build, _enqueue, _fast, _kernel, _source
-from tests.backends import missing
+from tests.backends import skip_without
 
 pytestmark = pytest.mark.gpu
 
@@ -103,9 +103,7 @@ CALLS = {
 
 @pytest.fixture
 def stream() -> Iterator[Any]:
-    reason = missing("cupy")
-    if reason is not None:
-        pytest.skip(reason)
+    skip_without("cupy")
     import cupy
 
     with cupy.cuda.Stream(non_blocking=True) as made:

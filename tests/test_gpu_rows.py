@@ -30,17 +30,6 @@ HIDDEN_SIZE = 4096
 
 
 @pytest.fixture
-def cupy() -> ModuleType:
-    """CuPy, where it has a GPU."""
-    reason = missing("cupy")
-    if reason is not None:
-        pytest.skip(reason)
-    import cupy
-
-    return cupy
-
-
-@pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[Specialisation]:
     """The instantiations that the general road asks for."""
     seen: list[Specialisation] = []

@@ -22,7 +22,7 @@ from cupy_rmsnorm._kernel import DeviceProperties
 from cupy_rmsnorm._plan import Plan
 from cupy_rmsnorm._plan_file import OPS, Key
 from tests import calls, compare, emulator, inputs
-from tests.backends import Cupy, missing
+from tests.backends import Cupy, skip_without
 from tests.calls import Case, Gradient
 
 OWN, A, B = (Plan("norm_forward", 8, 1, threads) for threads in (512, 256, 128))
@@ -295,9 +295,7 @@ def test_a_file_that_cannot_be_written_is_an_error_before_the_work(run: Run, clo
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan file of this GPU, made in a few seconds."""
-    reason = missing("cupy")
-    if reason is not None:
-        pytest.skip(reason)
+    skip_without("cupy")
     path = tmp_path_factory.mktemp("tuned") / "plans.json"
     command = ["tune", "--hidden-size", "1000", "--dtype", "float32", "bfloat16"]
     command += ["--op", "rms_norm", "add_layer_norm", "rms_norm_backward"]
