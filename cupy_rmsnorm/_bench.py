@@ -141,8 +141,8 @@ def copy_rings(nbytes: int, placements: int) -> tuple[list[Any], list[Any]]:
 def copy_candidates(sources: list[Any], targets: list[Any]) -> dict[str, Call]:
     """Device copies of whole rings, each array a number of 16-byte vectors.
 
-    Above half a gigabyte a buffer the driver's copy is a third slower than a plain kernel, and a
-    kernel with more vectors a thread is slower on small ones: whoever wins is the yardstick.
+    The driver's copy is slower than a plain kernel on large buffers, and a kernel with more vectors
+    a thread is slower on small ones: whoever wins is the yardstick.
     """
     import cupy
     import numpy as np

@@ -301,7 +301,7 @@ class Kept:
 @functools.cache
 def _places(kernel: str, accumulation: str, names: tuple[str, ...]) -> tuple[int, ...]:
     """Where a buffer has these arguments."""
-    from . import _kernel  # here, since it is half of what an import of the package would cost
+    from . import _kernel  # here, so that an import of the package does not wait for it
 
     return tuple(8 + _kernel.offset(kernel, accumulation, name) for name in names)
 

@@ -2,8 +2,8 @@
 """The short road of torch tensors; `_fast` says which calls take it.
 
 `road` describes the tensors of any such call. The calls that a model makes most are found by
-addresses alone, and torch tells in one go whether tensors like these lay there: every attribute
-that is read costs as much as a hundredth of a launch.
+addresses alone, and torch tells in one go whether tensors like these lay there: to read each of
+their attributes would cost more than that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The general road of a call: border -> check -> backend -> border.
 
-Border and check come at the first call: they are half of what an import of the package would cost.
+Border and check come at the first call: an import of the package is not to wait for them.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ from ._plan_file import OPS, Key
 
 ROUNDS, FINAL_ROUNDS = 3, 7
 FINALISTS = 3
-# Where buffers lie moves all candidates alike; what is left of that between two runs is below 1 %.
+# Where buffers lie moves all candidates alike. What is left of that between two runs, and of their
+# noise, is to stay below these: a plan that wins by less may lose the next time.
 MARGIN = 0.02
 SLOWER = 0.01
 FEW_ROWS = 16  # a step of decoding

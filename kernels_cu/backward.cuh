@@ -282,8 +282,8 @@ __device__ __forceinline__ void reduce_sums(A (&values)[COUNT], A* slots, A* clu
 
 // Writes a block's sums over its rows, which thread t of each row holds for packs begin + t, begin
 // + t + threads of a row, ... below end; `room` is shared memory for those of all its rows, idle
-// since the block's last barrier. Whole packs at once: words of 4 bytes would take six times as
-// long.
+// since the block's last barrier. Whole packs at once: in words of 4 bytes they are up to four
+// times as many stores.
 template <int ROWS_PER_BLOCK, typename A, int VECS_PER_THREAD, int VEC_SIZE>
 __device__ __forceinline__ void store_part(A* part, const A (&sums)[VECS_PER_THREAD][VEC_SIZE],
                                            int begin, int end, int thread, A* room) {

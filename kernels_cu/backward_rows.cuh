@@ -23,8 +23,8 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
     constexpr int STAGE_BYTES = X_BYTES + DOUT_BYTES + DRESIDUAL_BYTES;
     constexpr bool HELD = is_held<DB, X, D, R, W>(VECS_PER_THREAD * VEC_SIZE, BLOCK);
     constexpr int HELD_VECS = HELD ? VECS_PER_THREAD : 1;
-    // A row that is not computed runs along as zeros: a fifth fewer instructions than with
-    // branches.
+    // A row that is not computed runs along as zeros: that takes fewer instructions than branches
+    // around each step.
     constexpr bool STRAIGHT = HELD && FULL;
     constexpr bool WANT_DX = is_array<DX>;
     constexpr bool MEAN = NORM == LAYER && !GIVEN_MEAN;
@@ -112,8 +112,7 @@ __device__ __forceinline__ void backward_rows(const Arguments& arguments) {
                 bulk_copy(staged_dresidual_out(stage, 0), at.dresidual_out, bytes, barrier);
             }
         } else {
-            // One array after the other: with packs of x and dout in turn, memory took a quarter
-            // longer over rows of 8192 bfloat16.
+            // One array after the other: memory is slower where packs of x and dout come in turn.
 #pragma unroll
             for (int vec = 0; vec < VECS_PER_THREAD; ++vec) {
                 if (!comes || !owns(vec)) continue;
