@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from . import _torch_autograd
+from . import _torch_autograd, _torch_ops
 from ._api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from ._api_backward import add_layer_norm_backward, add_rms_norm_backward
 from ._api_forward import layer_norm_forward, rms_norm_forward
+from ._call import Norm
 from ._torch_modules import axis_of, check_shape, eps_for
 
 FLOAT32 = torch.float32
@@ -44,10 +45,8 @@ class Replacement:
 
     __slots__ = ("eps", "module")
     forward: Callable[..., Any]
-    # What computes it beside a residual add, and beside x; and the backward of the latter.
-    add_norm: Any = staticmethod(add_rms_norm)
-    norm_forward: Any = staticmethod(rms_norm_forward)
-    norm_backward: Any = staticmethod(add_rms_norm_backward)
+    kind: Norm = "rms"
+    add_norm: Any = staticmethod(add_rms_norm)  # what computes it beside a residual add
 
     def __init__(self, module: Any, eps: Any) -> None:
         self.module = module
@@ -106,10 +105,13 @@ class Replacement:
             return None
         if torch.jit.is_tracing():
             return None
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_compiling():
+            options = {**BESIDE_OPTIONS, **self.options(x)}
+            return BESIDE(self.kind, x, weight, self.bias(), *options.values())
+        if torch._C._are_functorch_transforms_active():
             return None
         try:
-            return _Beside.apply(x, weight, self.bias(), self, self.options(x))
+            return _Beside.apply(self.kind, x, weight, self.bias(), self.options(x))
         except (TypeError, ValueError):  # before anything is computed
             return None
 
@@ -119,12 +121,13 @@ class _Beside(_torch_autograd.Node):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Any, weight: Any, bias: Any, replacement: Replacement, options: dict[str, Any]
+        ctx: Any, kind: Norm, x: Any, weight: Any, bias: Any, options: dict[str, Any]
     ) -> Any:
-        y, *statistics = replacement.norm_forward(x, weight, bias, **options)
+        norm_forward = rms_norm_forward if kind == "rms" else layer_norm_forward
+        y, *statistics = norm_forward(x, weight, bias, **options)
         ctx.save_for_backward(x, weight, bias, *statistics)
         ctx.set_materialize_grads(False)
-        ctx.replacement = replacement
+        ctx.kind = kind
         ctx.options = {name: value for name, value in options.items() if name != "out_dtype"}
         return y, x.detach()  # x itself would come out as a view that nothing may write to
 
@@ -132,20 +135,42 @@ class _Beside(_torch_autograd.Node):
     def gradients(ctx: Any, saved: tuple[Any, ...], *douts: Any) -> tuple[Any, ...]:
         dout, dbeside = douts
         if dout is None:
-            return dbeside, None, None, None, None
+            return None, dbeside, None, None, None
         x, weight, bias, *statistics = saved
-        dx, _, dweight, dbias = ctx.replacement.norm_backward(
+        _, need_dx, need_dweight, need_dbias, _ = ctx.needs_input_grad
+        norm_backward = add_rms_norm_backward if ctx.kind == "rms" else add_layer_norm_backward
+        dx, _, dweight, dbias = norm_backward(
             dout,
             dbeside,
             x,
             weight,
             *statistics,
-            bias=bias if ctx.needs_input_grad[2] else None,
-            need_dx=ctx.needs_input_grad[0],
-            need_dweight=ctx.needs_input_grad[1],
+            bias=bias if need_dbias else None,
+            need_dx=need_dx,
+            need_dweight=need_dweight,
             **ctx.options,
         )
-        return dx, dweight, dbias, None, None
+        return None, dx, dweight, dbias, None
+
+
+# What an operator knows of the options.
+BESIDE_OPTIONS = {"eps": 0.0, "weight_offset": 0.0, "axis": -1, "cast": "once", "out_dtype": None}
+
+
+def _norm_beside(kind: Norm, x: Any, weight: Any, bias: Any, *values: Any) -> Any:
+    options = dict(zip(BESIDE_OPTIONS, values, strict=True))
+    return _Beside.apply(kind, x, weight, bias, options | {"axis": tuple(options["axis"])})
+
+
+# The node as an operator, which dynamo takes as it is; what compiles then sees the node's own
+# operators. Of an operator whose autograd is registered no result may be an input.
+BESIDE = _torch_ops.define_composite(
+    "norm_beside",
+    "str kind, Tensor(a) x, Tensor? weight, Tensor? bias, float eps, float weight_offset, "
+    "int[1] axis, str cast, ScalarType? out_dtype",
+    "(Tensor y, Tensor(a) beside)",
+    _norm_beside,
+)
 
 
 def _of_one_dtype(x: Any, other: Any, weight: Any) -> bool:
@@ -254,9 +279,8 @@ class TorchLayerForward(TorchForward):
     """torch.nn.LayerNorm, autocast included."""
 
     __slots__ = ()
+    kind = "layer"
     add_norm = staticmethod(add_layer_norm)
-    norm_forward = staticmethod(layer_norm_forward)
-    norm_backward = staticmethod(add_layer_norm_backward)
 
     def forward(self, input: Any) -> Any:
         return self.run(input)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
-from types import CellType, CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -47,8 +47,8 @@ def add_norm(x: Any, residual: Any, norm: Any) -> Any:
 
 
 def norm_beside(x: Any, norm: Any) -> Any:
-    """``norm(x)`` and x, whose gradients one kernel adds. No operator: a graph adds them apart."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    """``norm(x)`` and x, whose gradients one kernel adds."""
+    if torch.is_grad_enabled():
         replacement = _replacement(norm)
         made = None if replacement is None else replacement.run_beside(x)
         if made is not None:
@@ -58,7 +58,9 @@ def norm_beside(x: Any, norm: Any) -> Any:
 
 def _replacement(norm: Any) -> Replacement | None:
     """What stands in for a norm's forward, unless hooks would miss its call."""
-    replacement = getattr(norm.forward, "__self__", None)
+    forward = norm.forward
+    # Not getattr with a default: dynamo has always taken that (torch 2.11).
+    replacement = forward.__self__ if isinstance(forward, MethodType) else None
     if not isinstance(replacement, Replacement) or (
         norm._forward_hooks
         or norm._forward_pre_hooks

@@ -3,7 +3,8 @@
 
 ``torch.ops.cupy_rmsnorm`` has every function under its own name, with new tensors for its outputs,
 and beside them `norm_out` and `qk_norm_out`, which write into given ones. Of each there is a form
-that knows shapes and dtypes alone. A gradient that does not exist is an empty tensor there.
+that knows shapes and dtypes alone. A gradient that does not exist is an empty tensor there. One
+that is composite falls apart into others where torch compiles it.
 """
 
 from __future__ import annotations
@@ -566,6 +567,14 @@ def _define(name: str, arguments: str, results: str, run: Any, without_values: A
     # of an operator for zero.
     LIBRARY.impl(name, _not_within_transforms, "FuncTorchDynamicLayerFrontMode")
     OPERATORS[name] = getattr(torch.ops.cupy_rmsnorm, name).default
+
+
+def define_composite(name: str, arguments: str, results: str, run: Any) -> Any:
+    """An operator that `run` makes of others, and of nodes of autograd."""
+    LIBRARY.define(f"{name}({arguments}) -> {results}", tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, run, "CompositeImplicitAutograd")
+    LIBRARY.impl(name, _not_within_transforms, "FuncTorchDynamicLayerFrontMode")
+    return getattr(torch.ops.cupy_rmsnorm, name).default
 
 
 def _differentiable(name: str, backward: Any, setup: Any = None) -> None:

@@ -69,6 +69,12 @@ class Layer(Scaled):
         return residual - hidden_states
 
 
+class Bare(Layer):
+    """The same, and nothing that it does besides."""
+
+    forward = Layer.forward.__wrapped__  # type: ignore[attr-defined]
+
+
 class Apart(Layer):
     """Nothing that may be fused: other names, another operation, another module."""
 
@@ -348,30 +354,198 @@ def test_checkpointing_stays(sharded: bool, llama: Any, calls: list[str]) -> Non
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)
 
 
+# Under torch.compile ----------------------------------------------------------------------------
+
 # Dynamo looks at the gradient of every input, a layer's hidden states too.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_layers_compile_once_with_the_add_in_an_operator() -> None:
-    pytest.importorskip("transformers")
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
+not_a_leaf = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
 
-    graphs: list[str] = []
 
-    def keep(module: Any, inputs: Any) -> Any:
-        graphs.append(str(module.graph))
+class Compiler:
+    """A backend that keeps the forward and the backward graphs that torch.compile makes."""
+
+    def __init__(self) -> None:
+        from torch._dynamo.backends.common import aot_autograd
+
+        self.forward: list[Any] = []
+        self.backward: list[Any] = []
+        self._backend = aot_autograd(
+            fw_compiler=functools.partial(self._keep, self.forward),
+            bw_compiler=functools.partial(self._keep, self.backward),
+        )
+        torch._dynamo.reset()
+
+    def __call__(self, function: Any, **options: Any) -> Any:
+        return torch.compile(function, backend=self._backend, fullgraph=True, **options)
+
+    def layers(self, model: Any) -> None:
+        """Compile each layer."""
+        for layer in model.model.layers:
+            layer.compile(backend=self._backend, fullgraph=True)
+
+    @staticmethod
+    def _keep(graphs: list[Any], module: Any, inputs: Any) -> Any:
+        from functorch.compile import make_boxed_func
+
+        graphs.append(module.graph)
         return make_boxed_func(module.forward)
 
-    torch._dynamo.reset()
-    llama = models.build("Llama")
-    patch(llama)
-    expected = models.gradients(llama)
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
-    for layer in llama.model.layers:
-        layer.compile(backend=backend, fullgraph=True)
-    torch.testing.assert_close(models.gradients(llama), expected, rtol=1e-5, atol=1e-7)
-    forward, backward = graphs
-    assert forward.count("cupy_rmsnorm.add_rms_norm_forward") == 1
-    assert backward.count("cupy_rmsnorm.add_rms_norm_backward") == 1
+
+def called(graph: Any) -> list[str]:
+    """What a graph calls, without its overloads: this library's operators by their names."""
+    targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    return [target.removeprefix("cupy_rmsnorm.").rsplit(".", 1)[0] for target in targets]
+
+
+def added_behind_norms(graph: Any) -> list[Any]:
+    """The adds to what a backward operator made: each reads and writes all of it once more."""
+
+    def made_by_a_norm(node: Any) -> bool:
+        if not isinstance(node, torch.fx.Node) or node.op != "call_function":
+            return False
+        name = str(node.target)
+        if name.startswith("cupy_rmsnorm."):
+            return "norm_backward" in name
+        passes_on = ("getitem", "view", "alias", "detach", "clone")
+        return any(word in name for word in passes_on) and made_by_a_norm(node.args[0])
+
+    adds = [node for node in graph.nodes if str(node.target).startswith("aten.add.")]
+    return [node for node in adds if any(map(made_by_a_norm, node.args))]
+
+
+@not_a_leaf
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Phi"])
+def test_layers_compile_once_with_the_adds_in_operators(family: str, device: str) -> None:
+    pytest.importorskip("transformers")
+    model = models.build(family).to(device)
+    patch(model)
+    expected = models.gradients(model)
+    compiler = Compiler()
+    compiler.layers(model)
+    torch.testing.assert_close(models.gradients(model), expected, rtol=1e-5, atol=1e-7)
+    (forward,), (backward,) = compiler.forward, compiler.backward
+    norm = "layer_norm" if family == "Phi" else "rms_norm"
+    adds = 0 if family == "Phi" else 1
+    assert called(forward).count(f"add_{norm}_forward") == adds
+    assert called(backward).count(f"add_{norm}_backward") == adds + 1
+    assert added_behind_norms(backward) == []
+    for graph in (forward, backward):
+        assert not [name for name in called(graph) if "copy" in name or "beside" in name]
+
+
+def beside(x: Any, layer: Any) -> tuple[Any, Any]:
+    """A norm and its x, neither the first nor the last thing that is computed."""
+    y, kept = _torch_fuse.norm_beside(2 * x, layer.before)
+    return y.cos(), 3 * kept
+
+
+def differentiated(function: Any, x: Any, layer: Any, asked: Callable[..., Any]) -> list[Any]:
+    """What it returns, and the gradients of what is asked of that."""
+    results = function(x, layer)
+    loss = sum((one * torch.linspace(-1, 2, SIZE).to(one)).sum() for one in asked(*results))
+    needed = [one for one in (x, *layer.before.parameters()) if one.requires_grad]
+    return [*results, *torch.autograd.grad(loss, needed, allow_unused=True)]
+
+
+ASKED: dict[str, Callable[..., Any]] = {
+    "both": lambda *both: both,
+    "y": lambda y, kept: [y],
+    "kept": lambda y, kept: [kept],
+}
+
+
+@pytest.mark.parametrize("norm", [torch.nn.RMSNorm, torch.nn.LayerNorm])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_compiled_norm_has_the_bits_of_one_that_is_not(
+    asked: str, dtype: str, norm: Any, x: Any
+) -> None:
+    layer = Layer(norm).to(x.device, getattr(torch, dtype))
+    x = x.to(layer.before.weight.dtype).requires_grad_()
+    patch(layer)
+    compiler = Compiler()
+    for needs in (True, False):
+        layer.before.weight.requires_grad_(needs)
+        got = differentiated(compiler(beside), x, layer, ASKED[asked])
+        for one, other in zip(got, differentiated(beside, x, layer, ASKED[asked]), strict=True):
+            assert not one.any() if other is None else torch.equal(one, other)
+    for graph in compiler.backward:
+        assert added_behind_norms(graph) == []
+        assert sum("norm_backward" in name for name in called(graph)) == 1
+
+
+def without_gradients(function: Any, x: Any, layer: Any) -> list[Any]:
+    with torch.no_grad():
+        return list(function(x, layer))
+
+
+@pytest.mark.parametrize("case", ["no_grad", "x needs none", "of two dtypes", "hooks"])
+def test_where_no_operator_adds_a_gradient(case: str, x: Any) -> None:
+    layer = Layer().to(x.device)
+    patch(layer)
+    x.requires_grad_(case != "x needs none")
+    x = x.bfloat16().detach().requires_grad_() if case == "of two dtypes" else x
+    if case == "hooks":
+        layer.before.register_forward_hook(lambda *given: None)
+
+    def run(function: Any) -> list[Any]:
+        if case == "no_grad":
+            return without_gradients(function, x, layer)
+        return differentiated(function, x, layer, ASKED["both"])
+
+    compiler = Compiler()
+    got = run(compiler(beside))
+    for one, other in zip(got, run(beside), strict=True):
+        assert torch.equal(one, other)
+    assert not any("add_rms_norm_backward" in called(graph) for graph in compiler.backward)
+
+
+def test_a_checkpoint_is_compiled_with_the_adds_in_operators(x: Any) -> None:
+    layers = [Bare().to(x.device) for _ in range(2)]
+    for layer in layers:
+        patch(layer)
+
+    def checkpointed(x: Any) -> Any:
+        for layer in layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        return x.sin()
+
+    compiler = Compiler()
+    compiled = compiler(checkpointed)
+    for rows in (5, 4, 3):
+        given = x[:rows].clone().requires_grad_()
+        expected = torch.autograd.grad(checkpointed(given).sum(), given)
+        got = torch.autograd.grad(compiled(given).sum(), given)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    assert len(compiler.backward) == 2, "of one shape, and of any"
+    for backward in compiler.backward:
+        assert called(backward).count("add_rms_norm_backward") == 4
+        assert called(backward).count("rms_norm_forward") == 2, "a checkpoint computes again"
+        assert added_behind_norms(backward) == []
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec")  # raised within torch
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_layer_is_exported(strict: bool, x: Any) -> None:
+    layer = Bare().to(x.device)
+    patch(layer)
+    expected = layer(x)
+    exported = torch.export.export(layer, (x.requires_grad_(),), strict=strict)
+    for program in (exported, exported.run_decompositions()):
+        assert torch.equal(program.module()(x), expected)
+
+
+def test_the_operator_of_a_norm_beside_its_x(x: Any) -> None:
+    operator = torch.ops.cupy_rmsnorm.norm_beside.default
+    given = "layer", x.requires_grad_(), *torch.ones(2, SIZE).to(x), 1e-5, 0.5, -1, "once", None
+    torch.library.opcheck(operator, given)
+    y, _ = operator(*given)
+    (gradient,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"differentiable only once$"):
+        gradient.sum().backward()
+    with pytest.raises(TypeError, match=r"one within torch\.func"):
+        torch.func.grad(lambda x: operator("layer", x, *given[2:])[0].sum())(x.detach())
 
 
 def test_code_is_told_from_other_code() -> None:
