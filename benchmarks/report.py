@@ -13,7 +13,7 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -229,23 +229,37 @@ def block_steps(results: Results) -> str:
     return _table(("ms", *(TITLES[impl] for impl in impls)), lines)
 
 
-BLOCKS: dict[str, Callable[[Results], str]] = {
-    name.removeprefix("block_"): function
-    for name, function in list(globals().items())
-    if name.startswith("block_")
-}
+def blocks(names: Mapping[str, Any]) -> dict[str, Callable[[Any], str]]:
+    """The functions of a module whose names begin with block_, by the rest of their names."""
+    prefix = "block_"
+    return {
+        name.removeprefix(prefix): function
+        for name, function in names.items()
+        if name.startswith(prefix)
+    }
+
+
+BLOCKS: dict[str, Callable[[Results], str]] = blocks(globals())
+
+
+def fill_blocks(text: str, content: Callable[[str], str]) -> str:
+    """The document with what stands between marks written anew: the content of that name."""
+
+    def block(match: re.Match[str]) -> str:
+        name = match[1]
+        return f"<!-- begin {name} -->\n{content(name)}<!-- end {name} -->"
+
+    return re.sub(r"<!-- begin (\w+) -->\n.*?<!-- end \1 -->", block, text, flags=re.DOTALL)
 
 
 def fill(text: str, results: Results) -> str:
     """The document with every block written anew."""
 
-    def block(match: re.Match[str]) -> str:
-        name = match[1]
-        content = BLOCKS[name](results)
-        inside = f"\n\n{content}\n\n" if content else "\n"
-        return f"<!-- begin {name} -->{inside}<!-- end {name} -->"
+    def content(name: str) -> str:
+        block = BLOCKS[name](results)
+        return f"\n{block}\n\n" if block else ""
 
-    return re.sub(r"<!-- begin (\w+) -->\n.*?<!-- end \1 -->", block, text, flags=re.DOTALL)
+    return fill_blocks(text, content)
 
 
 # Plots -----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import study_verdicts
+from benchmarks import report, study_verdicts
 from cupy_rmsnorm import variants
 
 ROOT = Path(__file__).parents[1]
@@ -625,23 +625,14 @@ def _wrapped(rule: Callable[[Results], str]) -> Callable[[Results], str]:
 
 
 BLOCKS: dict[str, Callable[[Results], str]] = {
-    **{
-        name.removeprefix("block_"): function
-        for name, function in list(globals().items())
-        if name.startswith("block_")
-    },
+    **report.blocks(globals()),
     **{name: _wrapped(rule) for name, rule in study_verdicts.RULES.items()},
 }
 
 
 def fill(text: str, results: Results) -> str:
     """The document with every table written anew."""
-
-    def block(match: re.Match[str]) -> str:
-        name = match[1]
-        return f"<!-- begin {name} -->\n{BLOCKS[name](results)}\n<!-- end {name} -->"
-
-    return re.sub(r"<!-- begin (\w+) -->\n.*?<!-- end \1 -->", block, text, flags=re.DOTALL)
+    return report.fill_blocks(text, lambda name: BLOCKS[name](results) + "\n")
 
 
 def fill_readme(text: str, results: Results) -> str:

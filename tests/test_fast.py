@@ -44,21 +44,16 @@ from cupy_rmsnorm import (
 )
 from cupy_rmsnorm._kernel import DeviceProperties, Specialisation
 from tests.backends import skip_without
+from tests.recorder import Launched
 
 ROWS, HIDDEN_SIZE = 4, 64
 STREAM = 77
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
+class Launch(Launched):
     """One launch, as the driver gets it."""
 
-    specialisation: Specialisation
-    grid: int
-    block: int
-    shared_bytes: int
-    stream: int
-    packed: bytes
     short: bool  # by the short road
 
 

@@ -167,51 +167,49 @@ def built() -> None:
             pool.submit(_kernel.function, specialisation, 0, shared_bytes)
 
 
-@pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("row", kernels.FORWARD, ids=lambda row: row.name)
-def test_kernel(row: kernels.ForwardRow, cupy: ModuleType, launches: Launches) -> None:
-    """Every class of kernels: the oracle, the rounding order bit for bit, the guard zones."""
-    properties = _kernel.device_properties(0)
-    backend = Cupy()
+def run_row(row: Any, library: str = "cupy") -> None:
+    """The oracle, the rounding order bit for bit, the guard zones."""
+    backend = BACKENDS[library]()
     row.run(backend)
     backend.verify()
+
+
+def check_launched(row: kernels.BackwardRow | kernels.PairRow, launches: Launches) -> None:
+    """As above, by the kernels that the table says."""
+    run_row(row)
+    properties = _kernel.device_properties(0)
+    expected = row.specialisations(properties.arch, properties.sm_count)
+    assert launches.specialisations == list(expected)
+
+
+@pytest.mark.usefixtures("built", "cupy")
+@pytest.mark.parametrize("row", kernels.FORWARD, ids=lambda row: row.name)
+def test_kernel(row: kernels.ForwardRow, launches: Launches) -> None:
+    """Every class of kernels."""
+    run_row(row)
+    properties = _kernel.device_properties(0)
     expected = row.specialisation(properties.arch, properties.sm_count)
     assert launches.specialisations == [expected]
 
 
-@pytest.mark.parametrize("row", kernels.FORWARD[::9], ids=lambda row: row.name)
-def test_kernel_on_torch_tensors(row: kernels.ForwardRow, torch: ModuleType) -> None:
-    backend = BACKENDS["torch-cuda"]()
-    row.run(backend)
-    backend.verify()
-
-
-@pytest.mark.usefixtures("built")
+@pytest.mark.usefixtures("built", "cupy")
 @pytest.mark.parametrize("row", kernels.BACKWARD, ids=lambda row: row.name)
-def test_backward_kernels(row: kernels.BackwardRow, cupy: ModuleType, launches: Launches) -> None:
-    backend = Cupy()
-    row.run(backend)
-    backend.verify()
-    properties = _kernel.device_properties(0)
-    expected = row.specialisations(properties.arch, properties.sm_count)
-    assert launches.specialisations == list(expected)
+def test_backward_kernels(row: kernels.BackwardRow, launches: Launches) -> None:
+    check_launched(row, launches)
 
 
-@pytest.mark.parametrize("row", kernels.BACKWARD[::9], ids=lambda row: row.name)
-def test_backward_kernels_on_torch_tensors(row: kernels.BackwardRow, torch: ModuleType) -> None:
-    backend = BACKENDS["torch-cuda"]()
-    row.run(backend)
-    backend.verify()
-
-
+@pytest.mark.usefixtures("cupy")
 @pytest.mark.parametrize("row", kernels.PAIRS, ids=lambda row: row.name)
-def test_pairs(row: kernels.PairRow, cupy: ModuleType, launches: Launches) -> None:
-    backend = Cupy()
-    row.run(backend)
-    backend.verify()
-    properties = _kernel.device_properties(0)
-    expected = row.specialisations(properties.arch, properties.sm_count)
-    assert launches.specialisations == list(expected)
+def test_pairs(row: kernels.PairRow, launches: Launches) -> None:
+    check_launched(row, launches)
+
+
+@pytest.mark.usefixtures("torch")
+@pytest.mark.parametrize(
+    "row", [*kernels.FORWARD[::9], *kernels.BACKWARD[::9]], ids=lambda row: row.name
+)
+def test_kernels_on_torch_tensors(row: kernels.ForwardRow | kernels.BackwardRow) -> None:
+    run_row(row, "torch-cuda")
 
 
 def test_the_gpu_grants_the_shared_memory_of_its_plans(cupy: ModuleType) -> None:
