@@ -82,14 +82,7 @@ def compile_kernels(
     specialisations: Iterable[Specialisation], arch: int, listing: bool = True
 ) -> dict[Specialisation, Resources]:
     """Compile all of them for `arch` and say what each takes; loads and stores by a `listing`."""
-    families: dict[str, list[Specialisation]] = {}
-    for item in dict.fromkeys(specialisations):
-        families.setdefault(item.kernel, []).append(item)
-    modules = [
-        family[start : start + UNIT]
-        for family in families.values()
-        for start in range(0, len(family), UNIT)
-    ]
+    modules = kernels.units(specialisations, UNIT)
     found: dict[Specialisation, Resources] = {}
     with _no_device(arch), ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC frees the GIL
         for resources in pool.map(lambda module: _compile_module(module, listing), modules):

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from unittest import mock
@@ -988,3 +988,18 @@ PAIRS = (
     PairRow(x="float16", head_size=64, heads=(2, 2), weights=("shared", None)),
     PairRow(x="bfloat16", head_size=40_000, heads=(2, 1), tokens=1),
 )
+
+
+# What is compiled together ------------------------------------------------------------------------
+
+
+def units(specialisations: Iterable[Specialisation], size: int) -> list[list[Specialisation]]:
+    """Each of them once, up to `size` of one kernel a unit."""
+    families: dict[str, list[Specialisation]] = {}
+    for item in dict.fromkeys(specialisations):
+        families.setdefault(item.kernel, []).append(item)
+    return [
+        family[start : start + size]
+        for family in families.values()
+        for start in range(0, len(family), size)
+    ]

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from tests import kernels
 from tests.emulator import build, memory
 from tests.emulator import launch as launching
 
@@ -44,14 +45,7 @@ _prefetched: dict[tuple[str, bool], build.Library] = {}
 
 def prefetch(specialisations: Iterable[Any], *, checked: bool = True) -> None:
     """Compile many specialisations in few translation units."""
-    kernels: dict[str, list[Any]] = {}
-    for item in dict.fromkeys(specialisations):
-        kernels.setdefault(item.kernel, []).append(item)
-    units = [
-        chosen[start : start + UNIT]
-        for chosen in kernels.values()
-        for start in range(0, len(chosen), UNIT)
-    ]
+    units = kernels.units(specialisations, UNIT)
     build.runtime()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for unit, library in zip(
