@@ -182,8 +182,10 @@ def _of_one_dtype(x: Any, other: Any, weight: Any) -> bool:
     return not torch.compiler.is_compiling() or _taken(x, weight)
 
 
-# Whether dynamo can tell that it is within torch.func; elsewhere an operator refuses.
-TRANSFORMS_ARE_TRACED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+# Whether dynamo can tell that it is within torch.func (elsewhere an operator refuses), and what a
+# method is bound to.
+TRANSFORMS_ARE_TRACED = METHODS_ARE_TRACED = TORCH >= (2, 8)
 
 
 def _taken(x: Any, weight: Any) -> bool:

@@ -31,9 +31,14 @@ from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 
-from ._torch_forwards import Replacement
+from ._torch_forwards import METHODS_ARE_TRACED, Replacement
 
 
 def add_norm(x: Any, residual: Any, norm: Any) -> Any:
@@ -58,6 +63,8 @@ def norm_beside(x: Any, norm: Any) -> Any:
 
 def _replacement(norm: Any) -> Replacement | None:
     """What stands in for a norm's forward, unless hooks would miss its call."""
+    if not METHODS_ARE_TRACED and torch.compiler.is_compiling():
+        return None
     forward = norm.forward
     # Not getattr with a default: dynamo has always taken that (torch 2.11).
     replacement = forward.__self__ if isinstance(forward, MethodType) else None
@@ -66,7 +73,10 @@ def _replacement(norm: Any) -> Replacement | None:
         or norm._forward_pre_hooks
         or norm._backward_hooks
         or norm._backward_pre_hooks
-        or _has_any_global_hook()
+        or _global_forward_hooks
+        or _global_forward_pre_hooks
+        or _global_backward_hooks
+        or _global_backward_pre_hooks
     ):
         return None
     return replacement
