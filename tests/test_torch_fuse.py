@@ -19,6 +19,12 @@ torch = pytest.importorskip("torch")
 from cupy_rmsnorm import _torch_forwards, _torch_fuse  # noqa: E402
 from cupy_rmsnorm.torch import patch, unpatch  # noqa: E402
 
+pytestmark = [  # raised within torch
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec"),
+    pytest.mark.filterwarnings("ignore:At pre-dispatch tracing"),  # torch 2.4
+]
+
 SIZE = 12
 FUSED = ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Phi3", "DeepseekV3"]
 
@@ -532,7 +538,6 @@ def test_a_checkpoint_is_compiled_with_the_adds_in_operators(x: Any) -> None:
         assert added_behind_norms(backward) == []
 
 
-@pytest.mark.filterwarnings("ignore:`isinstance.treespec", "ignore:At pre-dispatch")  # torch
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_layer_is_exported(strict: bool, x: Any) -> None:
     if strict and _torch_forwards.TORCH < (2, 11):
