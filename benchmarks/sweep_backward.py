@@ -43,9 +43,13 @@ SHAPES: list[Shape] = [
     ("layer_norm", "bfloat16", 4096, 32768),
     ("layer_norm", "bfloat16", 4096, 512),
     ("add_rms_norm", "bfloat16", 16384, 4096),
+    ("add_rms_norm", "bfloat16", 16384, 2048),
+    ("add_rms_norm", "float32", 16384, 2048),
     ("add_rms_norm", "bfloat16", 131072, 128),
     ("add_rms_norm", "bfloat16", 4096, 32768),
     ("add_layer_norm", "bfloat16", 8192, 8192),
+    ("add_layer_norm", "bfloat16", 16384, 4096),
+    ("add_layer_norm", "float32", 16384, 2048),
 ]
 EPS = 1e-6
 

@@ -33,8 +33,10 @@ BLOCK_ROW_BYTES = 48 * 1024
 GROUPS_PER_SM = 4
 FEW_BLOCK_THREADS = 256
 # Of elements of so many bytes, a row takes all of HELD_WORDS up to the first number of threads,
-# then half of them up to the second, then all of them again.
+# then half of them up to the second, then all of them again. With a gradient of the residual a
+# stage has room for fewer rows of 32 bits, so that each needs more threads to fill its block.
 ROW_THREADS = {2: (256, 896), 4: (128, 512)}
+RESIDUAL_ROW_THREADS = ROW_THREADS | {4: (WARP, 512)}
 CLUSTER_THREADS = 256  # where a block of a cluster holds twice as many words
 # Two blocks an SM where rows lie within a warp.
 MAX_BLOCKS_PER_SM = 2  # bounds the workspace: parts of dweight are 2 * SMs at most
@@ -103,7 +105,8 @@ def choose_backward_plan(
         threads = 1 << (threads - 1).bit_length()
         return Plan("norm_backward", vec_size, -(-packs // threads), threads)
     most = held if words > 1 else 2 * held
-    full, half = ROW_THREADS.get(itemsize, (MAX_THREADS, MAX_THREADS))
+    table = ROW_THREADS if staged_itemsize <= 2 * itemsize else RESIDUAL_ROW_THREADS
+    full, half = table.get(itemsize, (MAX_THREADS, MAX_THREADS))
     for cluster_size, vecs, most_threads in (
         (1, held, full),
         (1, max(1, held // 2), half),
@@ -150,7 +153,7 @@ def choose_backward_launch(
     room = row_bytes + MBARRIER_BYTES
     while rows_per_block * threads > WARP and rows_per_block > 1:
         blocks = -(-positions // rows_per_block) * heads
-        if blocks >= GROUPS_PER_SM * sm_count and rows_per_block * room <= BLOCK_ROW_BYTES:
+        if blocks >= GROUPS_PER_SM * sm_count and rows_per_block * row_bytes <= BLOCK_ROW_BYTES:
             break
         rows_per_block //= 2  # too few blocks for the SMs, or too long rows
     block = threads * rows_per_block
