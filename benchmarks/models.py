@@ -39,9 +39,9 @@ FIRST_STEPS = 3  # not counted: they compile
 FIRST_ROUNDS = 6  # not counted: steps of a GPU that was idle vary three times as much
 ROUNDS = 20
 DECODED = 4  # tokens a decode step is the mean of
-# Captures that a step of a graph is the mean of: where the buffers of one lie is chance, and moves
-# all its steps by up to 2 %, which is more than a norm saves.
-CAPTURES = 3
+# Where the buffers of a captured graph lie is chance, and moves all its steps by more than a norm
+# saves. So each round's step is of another graph, and the interval says how far chance goes.
+CAPTURES = ROUNDS
 PROMPT, CACHE = 512, 1024
 LEARNING_RATE = 1e-6
 # Norms that computed something else would miss these.
@@ -313,20 +313,20 @@ class Decoding:
         import torch
 
         prepared = [self.prepare(model) for _ in range(CAPTURES if self._graph else 1)]
-        calls = [call for call, _ in prepared]
         if self._graph:
-            calls = list(itertools.starmap(self._captured, prepared))
+            prepared = [(self._captured(*once), once[1]) for once in prepared]
+        turns = itertools.cycle(prepared)
 
-        def work() -> None:
-            with torch.no_grad():
-                for call in calls:
+        def step() -> float:
+            call, rewind = next(turns)
+            rewind()
+
+            def work() -> None:
+                with torch.no_grad():
                     for _ in range(DECODED):
                         call()
 
-        def step() -> float:
-            for _, rewind in prepared:
-                rewind()
-            return timed(work, self._device) / (DECODED * len(calls))
+            return timed(work, self._device) / DECODED
 
         return step
 
