@@ -39,9 +39,6 @@ FIRST_STEPS = 3  # not counted: they compile
 FIRST_ROUNDS = 6  # not counted: steps of a GPU that was idle vary three times as much
 ROUNDS = 20
 DECODED = 4  # tokens a decode step is the mean of
-# Where the buffers of a captured graph lie is chance, and moves all its steps by more than a norm
-# saves. So each round's step is of another graph, and the interval says how far chance goes.
-CAPTURES = ROUNDS
 PROMPT, CACHE = 512, 1024
 LEARNING_RATE = 1e-6
 # Norms that computed something else would miss these.
@@ -257,12 +254,16 @@ class Training:
 
 
 class Decoding:
-    """One token behind a prompt, whose keys and values lie in a static cache."""
+    """One token behind a prompt, whose keys and values lie in a static cache.
 
-    def __init__(self, size: Size, device: str, graph: bool) -> None:
+    Where the buffers of a captured graph lie is chance, and moves all its steps by more than a norm
+    saves. So each step is of the next of several graphs, and an interval says how far chance goes.
+    """
+
+    def __init__(self, size: Size, device: str, graphs: int) -> None:
         import torch
 
-        self._size, self._device, self._graph = size, device, graph
+        self._size, self._device, self._graphs = size, device, graphs
         self._prompt = torch.arange(size.prompt, device=device)[None] % size.config["vocab_size"]
         self._token = torch.full((1, 1), 7, device=device)
         self._at = torch.full((1, 1), size.prompt, device=device)
@@ -312,8 +313,8 @@ class Decoding:
         """One that may be timed, the mean of several tokens."""
         import torch
 
-        prepared = [self.prepare(model) for _ in range(CAPTURES if self._graph else 1)]
-        if self._graph:
+        prepared = [self.prepare(model) for _ in range(self._graphs or 1)]
+        if self._graphs:
             prepared = [(self._captured(*once), once[1]) for once in prepared]
         turns = itertools.cycle(prepared)
 
@@ -440,7 +441,7 @@ def run_case(
     work: Any = (
         Training(model, size, device)
         if training
-        else Decoding(size, device, graph=case.endswith("graph"))
+        else Decoding(size, device, graphs=rounds if case.endswith("graph") else 0)
     )
     for impl, make in models(model, size, case).items():
         try:
@@ -532,7 +533,7 @@ def _meta(options: argparse.Namespace, device: str) -> dict[str, Any]:
     if device == "cuda":
         meta = race.meta(options.rounds, options.commit)
     meta |= {"transformers": transformers.__version__, "prompt": PROMPT}
-    return meta | {"decoded": DECODED, "captures": CAPTURES}
+    return meta | {"decoded": DECODED}
 
 
 def _keep(content: dict[str, Any], earlier: dict[str, Any], cases: Sequence[str]) -> None:

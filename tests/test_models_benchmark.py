@@ -74,7 +74,7 @@ def test_it_runs_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_model_that_computes_something_else_does_not_race() -> None:
     model = models.build(models.TINY, "cpu").eval()
-    work = models.Decoding(models.TINY, "cpu", graph=False)
+    work = models.Decoding(models.TINY, "cpu", graphs=0)
     work.check(models.ours(model, models.TINY), model)
     other = models.twin(model)
     other.model.norm.register_forward_hook(lambda module, given, out: 1.05 * out)
