@@ -21,6 +21,8 @@ MAX_GRID = 2**31 - 1
 # The thresholds below were read off benchmarks/results/sweep.json (H200).
 # Rows up to this many bytes of x are held in registers; longer ones are staged in shared memory:
 # at 64 KB registers are still as fast as shared memory, at 128 KB a block has too few registers.
+# LayerNorm, which holds its row over two sums, counts the residual too, where one block can hold
+# both in shared memory by vector loads.
 REGISTER_ROW_BYTES = 64 * 1024
 # A thread holds at most this many elements of a row in registers.
 MAX_HELD_ELEMENTS = 64
@@ -58,6 +60,7 @@ EVICT_FIRST_BYTES = 8 * 1024 * 1024
 BLOCK_ROW_BYTES = 128 * 1024
 MAX_CLUSTER_SIZE = 8  # the largest that every architecture with clusters grants
 STAGED_VECS_PER_THREAD = 8
+STAGED_ADD_VECS_PER_THREAD = 4  # of x and of a residual, in one block
 MAX_STAGED_VECS_PER_THREAD = 32
 STREAMED_THREADS = 512
 # Short rows share a block until it has this many threads.
@@ -146,12 +149,17 @@ def choose_plan(
     itemsize = TABLE[x_dtype].itemsize
     vec_size = vector_size(hidden_size, itemsize)
     packs = hidden_size // vec_size
-    if hidden_size * itemsize <= REGISTER_ROW_BYTES:
+    staged_itemsize = row_itemsize(x_dtype, residual_dtype)
+    narrow = vec_size * itemsize < VECTOR_BYTES
+    staged = _staged_plan(packs, vec_size, staged_itemsize, residual_dtype is not None, arch)
+    held = hidden_size * itemsize <= REGISTER_ROW_BYTES
+    if held and norm == "layer" and not narrow and staged and staged.cluster_size == 1:
+        held = hidden_size * staged_itemsize <= REGISTER_ROW_BYTES
+    if held:
         table: str = "add" if norm == "rms" and residual_dtype else norm
         if norm == "layer" and itemsize > 2:
             table = "wide layer"
-        return _register_plan(table, packs, vec_size, narrow=vec_size * itemsize < VECTOR_BYTES)
-    staged = _staged_plan(packs, vec_size, row_itemsize(x_dtype, residual_dtype), arch)
+        return _register_plan(table, packs, vec_size, narrow)
     if staged is not None:
         return staged
     cluster_size = MAX_CLUSTER_SIZE if arch >= 90 else 1
@@ -172,12 +180,15 @@ def _register_plan(table: str, packs: int, vec_size: int, narrow: bool) -> Plan:
     return Plan("norm_forward", vec_size, vecs_per_thread, threads)
 
 
-def _staged_plan(packs: int, vec_size: int, staged_itemsize: int, arch: int) -> Plan | None:
+def _staged_plan(
+    packs: int, vec_size: int, staged_itemsize: int, add: bool, arch: int
+) -> Plan | None:
     staged_bytes = packs * vec_size * staged_itemsize
     cluster_size = 1 if arch < 90 or staged_bytes <= BLOCK_ROW_BYTES else MAX_CLUSTER_SIZE
     share = -(-packs // cluster_size)
+    aim = STAGED_ADD_VECS_PER_THREAD if add and cluster_size == 1 else STAGED_VECS_PER_THREAD
     threads = 256
-    while threads < MAX_THREADS and share > threads * STAGED_VECS_PER_THREAD:
+    while threads < MAX_THREADS and share > threads * aim:
         threads *= 2
     vecs_per_thread = -(-share // threads)
     shared_bytes = vecs_per_thread * threads * vec_size * staged_itemsize
