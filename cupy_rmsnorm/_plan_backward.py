@@ -12,7 +12,7 @@ import functools
 from dataclasses import dataclass
 
 from ._dtypes import TABLE
-from ._plan import MAX_GRID, WARP, Plan, shared_limit, vector_size
+from ._plan import MAX_GRID, VECTOR_BYTES, WARP, Plan, shared_limit, vector_size
 
 # A thread sums dweight and dbias of this many elements of a row in registers, counted in 4-byte
 # words of the accumulation type; in the longest rows of 16 and 32 bits twice as many.
@@ -173,6 +173,8 @@ def choose_backward_launch(
     stages = max(1, min(most, fitting, enough))
     grid = parts * heads * plan.cluster_size
     assert grid <= MAX_GRID
+    # With a gradient of the residual besides x and dout, copies by the threads are faster.
+    two_arrays = plan.vec_size * staged_itemsize <= 2 * VECTOR_BYTES
     return BackwardLaunch(
         "norm_backward",
         grid=grid,
@@ -181,7 +183,7 @@ def choose_backward_launch(
         rows_per_block=rows_per_block,
         stages=stages,
         parts=parts,
-        bulk=arch >= 90 and stages > 1 and plan.cluster_size > 1,
+        bulk=arch >= 90 and stages > 1 and plan.cluster_size > 1 and two_arrays,
     )
 
 
