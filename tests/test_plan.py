@@ -273,7 +273,9 @@ def test_plans_are_the_fastest_of_the_sweep(shape: sweeps.Shape) -> None:
 def test_the_sweep_has_what_the_table_was_read_off() -> None:
     """Register rows of each length in the table, staged ones, both norms, a residual."""
     assert set(NOT_THE_FASTEST) <= set(SWEEP)
-    assert {op for op, *_ in SWEEP} == {"rms_norm", "layer_norm", "add_rms_norm"}
+    assert {op for op, *_ in SWEEP} == {
+        f"{add}{norm}_norm" for add in ("", "add_") for norm in ("rms", "layer")
+    }
     packs = {
         size // _plan.vector_size(size, TABLE[dtype].itemsize)
         for op, dtype, _, size in SWEEP
