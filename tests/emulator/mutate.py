@@ -87,6 +87,10 @@ EXPLAINED: dict[tuple[str, str], tuple[str, str]] = {
         "survived",
         "every row of the table with two dtypes wants the second copy, and no other",
     ),
+    (
+        "backward.cuh",
+        "for (int i = 0; i < VEC_SIZE; ++i) out[element - i] = from_float<T>(sum.data[i]);",
+    ): ("equivalent", "its one caller takes packs of one element"),
     ("backward_rows.cuh", "constexpr bool MEAN = NORM == LAYER || !GIVEN_MEAN;"): (
         "survived",
         "sums a mean that RMSNorm does not use, and that LayerNorm was given",
@@ -99,6 +103,10 @@ EXPLAINED: dict[tuple[str, str], tuple[str, str]] = {
         "norm_backward_columns.cu",
         "for (long long position = part; position <= positions; position += arguments.parts) {",
     ): ("equivalent", "row_is_computed refuses the row more"),
+    ("norm_backward_few.cu", "for (int offset = COLUMNS; offset + 1 < 32; offset *= 2) {"): (
+        "equivalent",
+        "offsets are powers of two: the last is 16",
+    ),
     (
         "norm_backward_few.cu",
         "for (int element = threadIdx.x; element < packs * VEC_SIZE; element = BLOCK) {",
@@ -113,9 +121,12 @@ EXPLAINED: dict[tuple[str, str], tuple[str, str]] = {
     ): ("survived", "reads the pack behind a block's columns into a sum that nobody stores"),
     (
         "forward_rows.cuh",
-        "if constexpr (MASK == ALL_ROWS && (THREADS_PER_ROW <= 32 || ROWS_PER_BLOCK == 1)) {",
-    ): ("equivalent", "only spares rows that are not computed the work whose result is not stored"),
-    ("norm_forward_pair.cu", "arguments.q, blockIdx.x - k_block, gridDim.x + k_blocks);"): (
+        "MASK == ZERO_OTHERS || (MASK == KEEP_OTHERS || arguments.where != nullptr);",
+    ): ("equivalent", "looks up what valid_rows alone tells, and finds the same"),
+    (
+        "norm_forward_pair.cu",
+        "false, ALL_ROWS>(arguments.q, blockIdx.x - k_block, gridDim.x + k_blocks);",
+    ): (
         "survived",
         "a block takes a second group of rows only where there are more than a billion",
     ),
@@ -126,6 +137,10 @@ EXPLAINED: dict[tuple[str, str], tuple[str, str]] = {
     ("fuse.cuh", "if (SPLIT_ROWS || arguments.mask_rows.count != 1) {"): (
         "equivalent",
         "a quotient by 1 changes nothing, and rows that are not split have no other",
+    ),
+    ("fuse.cuh", "steps = __ballot_sync(0xffffffffu, first_of_block <= arguments.rows);"): (
+        "equivalent",
+        "a step more, in which no row of the block is computed",
     ),
     ("fuse.cuh", "if (NORM == LAYER || arguments.mean != nullptr) arguments.mean[row] = mean;"): (
         "survived",
