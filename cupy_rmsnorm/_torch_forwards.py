@@ -39,8 +39,8 @@ class Replacement:
     """What stands in a forward's place. `forward` names its argument as the one that it replaces.
 
     Parameters are looked up at each call, since training, `load_state_dict` and `to` may replace
-    them; in `_parameters`, which takes a tenth of the time of ``module.weight``. One that is not
-    there is parametrised, or None.
+    them; in `_parameters`, which is quicker than ``module.weight``. One that is not there is
+    parametrised, or None.
     """
 
     __slots__ = ("eps", "module")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New torch tensors without torch's dispatch, which takes two to three times as long."""
+"""New torch tensors without torch's dispatch, which takes longer."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def check_shape(x: Any, normalized_shape: tuple[int, ...]) -> None:
     """Refuse an x that does not end in the shape that the module was made for.
 
     Asked after an error, which names the weight, and beforehand only where there is none. Each
-    forward writes that out: a function around its call adds 5 to 8 % to what a call costs the host.
+    forward writes that out: a function around its call would add to what every call costs the host.
     """
     _refuse.ends_in("x", x.shape, normalized_shape)
 

@@ -265,7 +265,7 @@ def _disagreement(
     """None if the forward of a class computes what `rule` says, tried on small tensors on the CPU.
 
     Within one rule a float32 result differs by the order of a sum alone, and a 16-bit one hardly
-    ever; another order of the roundings moves a third of the 16-bit results by a unit.
+    ever; another order of the roundings moves many of the 16-bit results by a unit.
     """
     if parameters != ("weight",):
         return f"{cls.__name__} has parameters other than a weight"
