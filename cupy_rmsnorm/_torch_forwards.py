@@ -111,7 +111,7 @@ class Replacement:
         if torch._C._are_functorch_transforms_active():
             return None
         try:
-            return _Beside.apply(self.kind, x, weight, self.bias(), self.options(x))
+            return _Beside.apply(self.kind, x, weight, self.bias(), self.options(x), False)
         except (TypeError, ValueError):  # before anything is computed
             return None
 
@@ -121,7 +121,7 @@ class _Beside(_torch_autograd.Node):
 
     @staticmethod
     def forward(
-        ctx: Any, kind: Norm, x: Any, weight: Any, bias: Any, options: dict[str, Any]
+        ctx: Any, kind: Norm, x: Any, weight: Any, bias: Any, options: dict[str, Any], view: bool
     ) -> Any:
         norm_forward = rms_norm_forward if kind == "rms" else layer_norm_forward
         y, *statistics = norm_forward(x, weight, bias, **options)
@@ -129,15 +129,18 @@ class _Beside(_torch_autograd.Node):
         ctx.set_materialize_grads(False)
         ctx.kind = kind
         ctx.options = {name: value for name, value in options.items() if name != "out_dtype"}
-        return y, x.detach()  # x itself would come out as a view that nothing may write to
+        # x itself would come out as a view, which nothing may write to. Where torch compiles it has
+        # to be one: a view of it that leaves the graph is made anew there, by what made it in here,
+        # and a gradient does not come past detach.
+        return y, x.view_as(x) if view else x.detach()
 
     @staticmethod
     def gradients(ctx: Any, saved: tuple[Any, ...], *douts: Any) -> tuple[Any, ...]:
         dout, dbeside = douts
         if dout is None:
-            return None, dbeside, None, None, None
+            return None, dbeside, None, None, None, None
         x, weight, bias, *statistics = saved
-        _, need_dx, need_dweight, need_dbias, _ = ctx.needs_input_grad
+        _, need_dx, need_dweight, need_dbias, *_ = ctx.needs_input_grad
         norm_backward = add_rms_norm_backward if ctx.kind == "rms" else add_layer_norm_backward
         dx, _, dweight, dbias = norm_backward(
             dout,
@@ -150,7 +153,7 @@ class _Beside(_torch_autograd.Node):
             need_dweight=need_dweight,
             **ctx.options,
         )
-        return None, dx, dweight, dbias, None
+        return None, dx, dweight, dbias, None, None
 
 
 # What an operator knows of the options.
@@ -159,7 +162,7 @@ BESIDE_OPTIONS = {"eps": 0.0, "weight_offset": 0.0, "axis": -1, "cast": "once", 
 
 def _norm_beside(kind: Norm, x: Any, weight: Any, bias: Any, *values: Any) -> Any:
     options = dict(zip(BESIDE_OPTIONS, values, strict=True))
-    return _Beside.apply(kind, x, weight, bias, options | {"axis": tuple(options["axis"])})
+    return _Beside.apply(kind, x, weight, bias, options | {"axis": tuple(options["axis"])}, True)
 
 
 # The node as an operator, which dynamo takes as it is; what compiles then sees the node's own

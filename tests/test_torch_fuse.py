@@ -386,7 +386,7 @@ class Compiler:
         torch._dynamo.reset()
 
     def __call__(self, function: Any, **options: Any) -> Any:
-        return torch.compile(function, backend=self._backend, fullgraph=True, **options)
+        return torch.compile(function, backend=self._backend, **({"fullgraph": True} | options))
 
     def layers(self, model: Any) -> None:
         """Compile each layer."""
@@ -484,6 +484,37 @@ def test_a_compiled_norm_has_the_bits_of_one_that_is_not(
     for graph in compiler.backward:
         assert added_behind_norms(graph) == []
         assert sum("norm_backward" in name for name in called(graph)) == 1
+
+
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "part": lambda kept: kept[1:],
+    "view": lambda kept: kept.view(-1, 2),
+    "transposed": lambda kept: kept.mT,
+    "expanded": lambda kept: kept.unsqueeze(0).expand(2, *kept.shape),
+}
+
+
+@compiles
+@not_a_leaf
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_of_x_that_leaves_the_graph_has_its_gradient(
+    view: str, breaks: bool, x: Any
+) -> None:
+    layer = Layer().to(x.device)
+    patch(layer)
+
+    def run(x: Any) -> Any:
+        y, kept = _torch_fuse.norm_beside(x, layer.before)
+        seen = VIEWS[view](kept)
+        if breaks:
+            torch._dynamo.graph_break()
+        return y.cos(), seen
+
+    x.requires_grad_()
+    results = [function(2 * x) for function in (run, Compiler()(run, fullgraph=not breaks))]
+    expected, got = (torch.autograd.grad(y.sum() + 3 * seen.sin().sum(), x) for y, seen in results)
+    torch.testing.assert_close(got, expected)
 
 
 def without_gradients(function: Any, x: Any, layer: Any) -> list[Any]:
