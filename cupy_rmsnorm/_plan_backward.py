@@ -173,7 +173,8 @@ def choose_backward_launch(
     stages = max(1, min(most, fitting, enough))
     grid = parts * heads * plan.cluster_size
     assert grid <= MAX_GRID
-    # With a gradient of the residual besides x and dout, copies by the threads are faster.
+    # With more bytes than those of x and a dout of its dtype, of a gradient of the residual where
+    # this was measured, copies by the threads are faster.
     two_arrays = plan.vec_size * staged_itemsize <= 2 * VECTOR_BYTES
     return BackwardLaunch(
         "norm_backward",

@@ -539,6 +539,12 @@ PARTIAL: tuple[Odd, ...] = (
     ("staged_8_part", "float16", {"part": 0.2, "residual": "float16"}),
     ("streamed", "bfloat16", {"part": 0.7, "mask": "keep_valid"}),
 )
+# LayerNorm stages a row that it would hold in registers, did no residual come with it.
+ADDED: tuple[Odd, ...] = (
+    ("longest_held", "float16", {"norm": "layer", "residual": "float16", "bias": "float16"}),
+    ("longest_held", "float32", {"norm": "layer", "residual": "float32", "mask": "zero_both"}),
+    ("longest_held", "bfloat16", {"norm": "layer", "residual": "bfloat16", "layout": "gap"}),
+)
 
 
 def _odd(place: str, x: str, changes: dict[str, Any]) -> ForwardRow:
@@ -556,7 +562,7 @@ UNTUNED_FORWARD = (
         )
     ),
     *itertools.starmap(_forced, FORCED),
-    *itertools.starmap(_odd, (*GROUPED, *PARTIAL)),
+    *itertools.starmap(_odd, (*GROUPED, *PARTIAL, *ADDED)),
 )
 
 
