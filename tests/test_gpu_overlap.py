@@ -171,9 +171,12 @@ def test_without_the_wait_this_would_be_noticed(
     monkeypatch.setattr(_kernel, "_functions", {})
     _fast.forget()
     compute(arrays)  # compiled
-    write_late("x")
-    assert not same(compute(arrays), expected)
+    noticed = False
+    for _ in range(20):  # the kernels may be apart where other processes share the GPU's time
+        write_late("x")
+        noticed = noticed or not same(compute(arrays), expected)
     _fast.forget()
+    assert noticed
 
 
 def placed(
