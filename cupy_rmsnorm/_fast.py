@@ -39,6 +39,7 @@ from ._dtypes import TABLE
 if TYPE_CHECKING:
     from ._enqueue import Launched
 
+ArrayT = TypeVar("ArrayT")
 ItemT = TypeVar("ItemT")
 KeyT = TypeVar("KeyT")
 
@@ -63,8 +64,14 @@ Shape = tuple[int, ...]
 # threads may share one. Who launches it holds all of it: another thread may drop it meanwhile.
 Launch = tuple[Any, ...]
 Launches = dict[Hashable, Launch]  # by all that chose it, as a road describes that
-Norm = Callable[..., Any]  # a bound one: (x, out=None) -> y
 Bound = tuple[Launches, Hashable, tuple[Any, ...]]  # where a launch is kept, and with what
+
+
+class BoundNorm(Protocol):
+    """A normalisation with its weight and options held."""
+
+    def __call__(self, x: ArrayT, out: ArrayT | None = None) -> ArrayT:
+        """Normalise `x`; `out` is as in the function that this binds."""
 
 
 class Road(Protocol):
@@ -99,7 +106,7 @@ class Library:
     # The same of a call (kept, weight, x, residual, out, residual_out): whether it was launched.
     add: Callable[[Kept, Any, Any, Any, Any, Any], bool]
     # `plain` with a bound weight; what does not qualify goes to the norm that is given.
-    bind: Callable[[Kept, Any, Norm], Norm]
+    bind: Callable[[Kept, Any, BoundNorm], BoundNorm]
     compiled: Callable[[], bool] | None  # whether this very code is being compiled
     traced: Callable[[], bool] | None  # that, or whether the library records what is called
     # The address of a contiguous array that qualifies on this device, else 0.
@@ -386,7 +393,7 @@ def forward(
     return library.road(kept, x, residual, weight, bias, out, residual_out)
 
 
-def bind(cls: type, kept: Kept, weight: Any, bias: Any, general: Norm) -> Norm:
+def bind(cls: type, kept: Kept, weight: Any, bias: Any, general: BoundNorm) -> BoundNorm:
     """The norm with these bound, of arrays that are exactly of `cls`; see `Library.bind`."""
     library = libraries[cls]
     if bias is None:

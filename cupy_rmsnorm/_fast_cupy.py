@@ -13,7 +13,7 @@ from typing import Any
 
 from . import _device
 from ._dtypes import numpy_dtype
-from ._fast import Bound, Done, Entry, Kept, Library, Norm, keep
+from ._fast import Bound, BoundNorm, Done, Entry, Kept, Library, keep
 
 
 def library(cupy: Any) -> Library:
@@ -217,7 +217,7 @@ def library(cupy: Any) -> Library:
                 return False
         return road(kept, x, residual, weight, None, out, residual_out, None, bound) is not None
 
-    def bind(kept: Kept, weight: Any, general: Norm) -> Norm:
+    def bind(kept: Kept, weight: Any, general: BoundNorm) -> BoundNorm:
         # An array keeps its memory and its dtype for life: the weight needs no further look.
         own = Kept(kept.out_like_x)
         launches = own.launches
@@ -248,7 +248,7 @@ def library(cupy: Any) -> Library:
                         y_size,
                     )
                     found = launches.get(place)
-                    if found is None:
+                    if found is None:  # what `bound` refers to lives: `_fast.forget` clears that
                         how = (own.launches, place, ())
                     elif not found[0]():
                         return out

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from . import _device, _torch_memory
-from ._fast import LIMIT, At, Bound, Done, Entry, Kept, Library, Norm, keep
+from ._fast import LIMIT, At, Bound, BoundNorm, Done, Entry, Kept, Library, keep
 from ._layout import contiguous_strides
 
 
@@ -265,7 +265,7 @@ def library(torch: Any) -> Library:
             return None
         return kept.launches, at, (alike(*inputs), alike(*outputs))
 
-    def bind(kept: Kept, weight: Any, general: Norm) -> Norm:
+    def bind(kept: Kept, weight: Any, general: BoundNorm) -> BoundNorm:
         def bound(x: Any, out: Any = None) -> Any:
             if type(x) is tensor and not compiled():
                 y = plain(kept, weight, x, out)

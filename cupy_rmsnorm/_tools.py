@@ -7,20 +7,14 @@ import functools
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from . import _fast, _fast_learn, _roads, _run
 from ._call import Norm, WarmupCall
 from ._docs import Axis, CastOption, MaskedOption, documented
+from ._fast import BoundNorm
 
 ArrayT = TypeVar("ArrayT")
-
-
-class BoundNorm(Protocol):
-    """A normalisation with its weight and options held."""
-
-    def __call__(self, x: ArrayT, out: ArrayT | None = None) -> ArrayT:
-        """Normalise `x`; `out` is as in the function that this binds."""
 
 
 class _Bound(functools.partial[Any]):
@@ -56,7 +50,6 @@ def _bound(
         dtype,
     )
 
-    eps, weight_offset, axis, cast, per_head, masked, groups, partial = options
     kept = _fast.kept(function, options, dtype)
     cls = _fast_learn.library_of_parameter(weight)
 
@@ -67,28 +60,9 @@ def _bound(
                     *(function, norm, False, x, None, weight, bias, options),
                     *(None, None, out, dtype, None, kept),
                 )
-            return _roads.normalize(  # type: ignore[no-any-return]
-                function,
-                norm,
-                False,
-                x,
-                None,
-                weight,
-                bias,
-                eps,
-                weight_offset,
-                axis,
-                cast,
-                per_head,
-                masked,
-                groups,
-                partial,
-                None,
-                None,
-                out,
-                dtype,
-                None,
-            )
+            given: Any = function, norm, False, x, None, weight, bias, *options
+            arguments: Any = *given, None, None, out, dtype, None
+            return _roads.normalize(*arguments)  # type: ignore[no-any-return]
         except ValueError:
             _blame(x, weight, bias)
             raise

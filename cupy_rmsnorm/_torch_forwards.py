@@ -46,7 +46,6 @@ class Replacement:
     __slots__ = ("eps", "module")
     forward: Callable[..., Any]
     kind: Norm = "rms"
-    add_norm: Any = staticmethod(add_rms_norm)  # what computes it beside a residual add
 
     def __init__(self, module: Any, eps: Any) -> None:
         self.module = module
@@ -90,7 +89,8 @@ class Replacement:
         if not _of_one_dtype(x, residual, weight) or x.shape != residual.shape:
             return None
         try:
-            return self.add_norm(x, residual, weight, self.bias(), **self.options(x))
+            add_norm = add_rms_norm if self.kind == "rms" else add_layer_norm
+            return add_norm(x, residual, weight, self.bias(), **self.options(x))
         except (TypeError, ValueError):  # before anything is computed
             return None
 
@@ -285,7 +285,6 @@ class TorchLayerForward(TorchForward):
 
     __slots__ = ()
     kind = "layer"
-    add_norm = staticmethod(add_layer_norm)
 
     def forward(self, input: Any) -> Any:
         return self.run(input)

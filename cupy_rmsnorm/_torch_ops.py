@@ -20,7 +20,7 @@ from . import _refuse, _run
 from ._border import dtype_name
 from ._call import Norm
 from ._check import Options, axes_of, keep_needs
-from ._torch_autograd import refuse_unrecorded, requires_grad
+from ._torch_autograd import refuse_unrecorded, requires_grad, tensor_or_none
 
 
 class Kind(NamedTuple):
@@ -117,8 +117,8 @@ def forward(
     arguments = (
         x,
         residual,
-        _tensor(weight),
-        _tensor(bias),
+        tensor_or_none(weight),
+        tensor_or_none(bias),
         where,
         valid_rows,
         _constant(weight),
@@ -175,8 +175,8 @@ def backward(
         dout,
         dresidual_out,
         x,
-        _tensor(weight),
-        _tensor(bias),
+        tensor_or_none(weight),
+        tensor_or_none(bias),
         mean,
         rstd,
         where,
@@ -217,8 +217,8 @@ def qk_norm(
     arguments = (
         q,
         k,
-        _tensor(q_weight),
-        _tensor(k_weight),
+        tensor_or_none(q_weight),
+        tensor_or_none(k_weight),
         _constant(q_weight),
         _constant(k_weight),
         _number("eps", eps),
@@ -283,10 +283,6 @@ def _array(name: str, value: Any, needed: bool = False) -> Any:
     if isinstance(value, np.ndarray):
         return torch.as_tensor(value)
     _refuse.not_an_array(name, value)
-
-
-def _tensor(value: Any) -> Any:
-    return value if isinstance(value, torch.Tensor) else None
 
 
 def _constant(value: Any) -> Any:
@@ -551,10 +547,16 @@ def _not_within_transforms(*arguments: Any) -> NoReturn:
 OPERATORS: dict[str, Any] = {}
 
 
-def _define(name: str, arguments: str, results: str, run: Any, without_values: Any) -> None:
+def _operator(name: str, arguments: str, results: str, run: Any, key: str) -> Any:
     LIBRARY.define(f"{name}({arguments}) -> {results}", tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, run, key)
+    # Where every transform begins: torch has no other hook for jvp, which would take the tangents
+    # of an operator for zero.
+    LIBRARY.impl(name, _not_within_transforms, "FuncTorchDynamicLayerFrontMode")
+    return getattr(torch.ops.cupy_rmsnorm, name).default
 
+
+def _define(name: str, arguments: str, results: str, run: Any, without_values: Any) -> None:
     def fake(*given: Any) -> Any:
         # torch comes here with x's values where another tensor alone has none.
         metas = {value.is_meta for value in given if isinstance(value, torch.Tensor)}
@@ -562,19 +564,14 @@ def _define(name: str, arguments: str, results: str, run: Any, without_values: A
             _refuse.unreachable_device("every array", "one on meta")
         return without_values(*given)
 
+    made = _operator(name, arguments, results, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"cupy_rmsnorm::{name}", fake, lib=LIBRARY)
-    # Where every transform begins: torch has no other hook for jvp, which would take the tangents
-    # of an operator for zero.
-    LIBRARY.impl(name, _not_within_transforms, "FuncTorchDynamicLayerFrontMode")
-    OPERATORS[name] = getattr(torch.ops.cupy_rmsnorm, name).default
+    OPERATORS[name] = made
 
 
 def define_composite(name: str, arguments: str, results: str, run: Any) -> Any:
     """An operator that `run` makes of others, and of nodes of autograd."""
-    LIBRARY.define(f"{name}({arguments}) -> {results}", tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, run, "CompositeImplicitAutograd")
-    LIBRARY.impl(name, _not_within_transforms, "FuncTorchDynamicLayerFrontMode")
-    return getattr(torch.ops.cupy_rmsnorm, name).default
+    return _operator(name, arguments, results, run, "CompositeImplicitAutograd")
 
 
 def _differentiable(name: str, backward: Any, setup: Any = None) -> None:

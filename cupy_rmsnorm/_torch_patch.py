@@ -235,13 +235,13 @@ def _replacement(module: Any) -> Replacement | str | None:
     kind = module.original_name if jit else cls.__name__
     forward = _own_forward(cls)
     rule, torchs = RULES.get(kind), TORCHS.get(forward)
-    leaf = next(module.children(), None) is None
-    if leaf and "norm" in kind.lower() and (jit or forward is None):
+    named_norm = "norm" in kind.lower() and next(module.children(), None) is None
+    if named_norm and (jit or forward is None):
         return f"{kind} has a forward that is {'compiled by torch.jit' if jit else 'no function'}"
     if forward is None or (rule is None and torchs is None):
         if cls.__module__.startswith(f"{__package__}."):
             return f"{kind} is this library's own"
-        if leaf and "norm" in kind.lower():
+        if named_norm:
             return f"{kind} is not a norm of rows that is known here"
         return None
     if (reason := _bound(module)) is not None:
