@@ -257,7 +257,8 @@ def qk_norm(shape: Shape, count: int, device: str = "cuda") -> dict[str, Candida
 
 
 def masked(shape: Shape, count: int, device: str = "cuda") -> dict[str, Candidate]:
-    """The rows of `shape` among MASKED_ROWS: in front or scattered, by either mask."""
+    """The rows of `shape` among MASKED_ROWS: in front or scattered, by either mask; and a copy of
+    them that is told where they are, which no look-up of a mask can be faster than."""
     data = ForwardData(shape._replace(rows=MASKED_ROWS), count, device)
     generator = torch.Generator(device).manual_seed(1)
     order = torch.randperm(MASKED_ROWS, generator=generator, device=device)
@@ -278,7 +279,58 @@ def masked(shape: Shape, count: int, device: str = "cuda") -> dict[str, Candidat
 
         return Candidate(lambda: ours_forward(data, **options), check, "ours", shape.dtype, case)
 
-    return {case: candidate(case, *values) for case, values in cases.items()}
+    def copy(case: str, computed: Tensor) -> Candidate:
+        def check(outputs: tuple[Tensor, ...]) -> None:
+            if not torch.equal(outputs[0][computed], data.x[0][computed]):
+                raise Wrong("y is not the rows of x")
+
+        return Candidate(
+            lambda: _copy_of_rows(data, computed), check, "copy of rows", shape.dtype, case
+        )
+
+    found = {case: candidate(case, *values) for case, values in cases.items()}
+    copies = {"copy, in front": front, "copy, scattered": scattered}
+    return found | {case: copy(case, computed) for case, computed in copies.items()}
+
+
+_COPY_OF_ROWS = """
+extern "C" __global__ void __launch_bounds__(256)
+copy_of_rows(uint4* y, const uint4* x, const long long* places, int vectors) {
+    const long long begin = places[blockIdx.x] * vectors;
+    for (int first = threadIdx.x; first < vectors; first += 2 * 256) {
+        const bool second = first + 256 < vectors;
+        const uint4 a = x[begin + first];
+        const uint4 b = second ? x[begin + first + 256] : a;
+        y[begin + first] = a;
+        if (second) y[begin + first + 256] = b;
+    }
+}
+"""
+
+
+def _copy_of_rows(data: ForwardData, chosen: Tensor) -> Call:
+    """A copy of those rows, to the same places, by a block for each."""
+    data.poison()
+    places = chosen.nonzero()[:, 0]
+
+    def by_torch(i: int) -> tuple[Tensor, ...]:
+        data.y[i][places] = data.x[i][places]
+        return (data.y[i],)
+
+    if not places.is_cuda:
+        return by_torch
+    import cupy
+
+    kernel = cupy.RawKernel(_COPY_OF_ROWS, "copy_of_rows")
+    row_bytes = data.x[0].element_size() * data.x[0].shape[1]
+
+    def call(i: int) -> tuple[Tensor, ...]:
+        y, x = data.y[i].data_ptr(), data.x[i].data_ptr()
+        vectors = cupy.int32(row_bytes // 16)
+        kernel((len(places),), (256,), (y, x, places.data_ptr(), vectors))
+        return (data.y[i],)
+
+    return call
 
 
 def _torch_forward(data: ForwardData, wrap: Callable[..., Any] = lambda function: function) -> Call:

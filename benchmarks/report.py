@@ -195,14 +195,19 @@ def block_options(results: Results) -> str:
 
 def block_rows(results: Results) -> str:
     """q and k in place, and masked rows, over the bytes that they must move."""
-    lines = [
-        [f"`{row['op']}` {row['case']}", _place(shape), f"{row['us']:.2f}", f"{row['ratio']:.2f}"]
-        for shape, cases in by_shape(results.compare.get("rows", []), case="plain").items()
-        if "plain" not in cases
-        for row in cases.values()
-        if row["impl"] == "ours"
-    ]
-    return _table(("case", "rows computed", "us", "of the copy's speed"), lines)
+    lines = []
+    for shape, cases in by_shape(results.compare.get("rows", []), case="plain").items():
+        if "plain" in cases:
+            continue
+        for case, row in cases.items():
+            told = cases.get(case.replace("where", "copy"), row)
+            of_told = f"{told['us'] / row['us']:.2f}" if told is not row else ""
+            name = f"`{row['op']}` {case}" if row["impl"] == "ours" else case
+            cells = (f"{row['us']:.2f}", f"{row['ratio']:.2f}", of_told)
+            if "impl" in row and row["impl"] != "copy":
+                lines.append([name, _place(shape), *cells])
+    head = ("case", "rows computed", "us", "of the copy's speed", "of a copy's of these rows")
+    return _table(head, lines)
 
 
 def block_backward(results: Results) -> str:

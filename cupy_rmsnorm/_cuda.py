@@ -96,10 +96,13 @@ def forward(call: Forward, plan: Plan | None = None) -> Launched | None:
         device = call.space.device.index
         properties = _kernel.device_properties(device)
         plan = plan or forward_plan(kind, call.hidden_size, device)
-        masked = kind.masked is not None
-        looks_up = call.where is not None or kind.masked == "zero"
         launch = choose_launch(
-            plan, call.rows, kind.staged_itemsize, properties.sm_count, masked, looks_up
+            plan,
+            call.rows,
+            kind.staged_itemsize,
+            properties.sm_count,
+            kind.masked,
+            call.where is not None,
         )
         specialisation = specialise_forward(
             kind,
@@ -111,6 +114,10 @@ def forward(call: Forward, plan: Plan | None = None) -> Launched | None:
             split_rows=_splits_rows(call, operands),
         )
         function = _kernel.function(specialisation, device, launch.shared_bytes)
+        if kind.masked == "keep" and plan.kernel == "norm_forward" and not launch.walkers:
+            resident = _kernel.resident_blocks(function, launch.block, device)
+            walkers = max(1, min(resident, launch.grid) // max(1, launch.teams))
+            launch = dataclasses.replace(launch, walkers=walkers)
         arguments = _forward_arguments(call, operands, launch)
         packed = _kernel.pack(plan.kernel, TABLE[kind.x].accumulation or "", arguments)
         launched = _kernel.launch(
@@ -206,6 +213,10 @@ def _forward_arguments(call: Forward, operands: Operands, launch: Launch) -> dic
         "weight_constant": 0.0 if isinstance(call.weight, Array) else call.weight,
         "bias_constant": call.bias if isinstance(call.bias, float) else 0.0,
         "next_early": launch.next_early,
+        "teams": launch.teams,
+        "team_reciprocal": -(-(2**31) // max(1, launch.teams)),
+        "members": launch.grid // max(1, launch.teams),
+        "walkers": launch.walkers,
     }
     arguments |= _kernel.row_count("inner_rows", operands.layout.inner_rows)
     arguments |= _kernel.row_count("mask_rows", call.mask_rows)
@@ -261,6 +272,7 @@ def specialise_forward(
     held = plan.vec_size * plan.vecs_per_thread * plan.threads_per_row * plan.cluster_size
     full = held == hidden_size
     before_weight = kind.cast == "before_weight"
+    mask = _MASKS[kind.masked]
     if plan.kernel == "norm_forward":
         geometry = (
             plan.vec_size,
@@ -271,6 +283,7 @@ def specialise_forward(
         early = loads_weight_early(plan, launch, kind.staged_itemsize, kind.parameter_itemsize)
         flags = (full, aligned, split_rows, before_weight, early)
         flags += (launch.evict_first, launch.spare_registers)
+        mask = "DEAL_ROWS" if launch.teams else mask
     elif plan.kernel == "norm_forward_staged":
         geometry = (
             plan.vec_size,
@@ -286,5 +299,5 @@ def specialise_forward(
         flags = (aligned, split_rows, before_weight)
     return Specialisation(
         plan.kernel,
-        (*types, *map(str, geometry), *map(flag, (*flags, kind.partial)), _MASKS[kind.masked]),
+        (*types, *map(str, geometry), *map(flag, (*flags, kind.partial)), mask),
     )

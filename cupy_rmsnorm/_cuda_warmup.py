@@ -21,6 +21,7 @@ from ._plan import (
     Plan,
     choose_launch,
     choose_pair_launch,
+    fewest_dealt_rows,
     most_few_rows,
     most_spare_rows,
     rows_evicted_first,
@@ -120,9 +121,14 @@ def _forward(call: WarmupCall, valid_rows: str, device: int) -> Iterator[Built]:
     kinds = [kind]
     if kind.weight is None and kind.bias is None and call.op != "qk_norm":
         kinds.append(dataclasses.replace(kind, bias="constant"))  # beside a constant weight
-    for rows, each in itertools.product(_rows(plan, kind, properties.sm_count), kinds):
+    counts = _rows(plan, kind, properties.sm_count)
+    sizes = [(rows, False) for rows in counts]
+    if kind.masked == "keep" and plan.kernel == "norm_forward":
+        dealt = fewest_dealt_rows(plan, properties.sm_count)
+        sizes += dict.fromkeys((max(rows, dealt), True) for rows in counts)
+    for (rows, where), each in itertools.product(sizes, kinds):
         launch = choose_launch(
-            plan, rows, each.staged_itemsize, properties.sm_count, each.masked is not None
+            plan, rows, each.staged_itemsize, properties.sm_count, each.masked, where
         )
         specialisation = specialise_forward(
             each,

@@ -53,6 +53,10 @@ FORWARD_PARAMETERS = (
     ("partial", "int64"),
     ("where", "pointer"),
     ("valid_rows", "pointer"),
+    ("teams", "uint32"),
+    ("team_reciprocal", "uint32"),
+    ("members", "uint32"),
+    ("walkers", "uint32"),
     ("mask_rows.count", "int64"),
     ("mask_rows.reciprocal", "int64"),
 )
@@ -166,7 +170,14 @@ PARAMETERS: Mapping[str, tuple[tuple[str, str], ...]] = {
     **STUDY_PARAMETERS,
 }
 
-_FORMATS = {"pointer": "Q", "int64": "q", "int32": "i", "float32": "f", "float64": "d"}
+_FORMATS = {
+    "pointer": "Q",
+    "int64": "q",
+    "int32": "i",
+    "uint32": "I",
+    "float32": "f",
+    "float64": "d",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +286,15 @@ def build(specialisation: Specialisation, shared_bytes: int) -> Function:
     if shared_bytes > UNASKED_SHARED_BYTES:
         kernel.max_dynamic_shared_size_bytes = shared_bytes
     return Function(kernel.kernel, kernel.kernel.ptr, _enqueue.may_overlap(arch))
+
+
+@functools.cache
+def resident_blocks(function: Function, block: int, device: int) -> int:
+    """How many blocks of a kernel without dynamic shared memory the device holds at once."""
+    from cupy.cuda import driver
+
+    per_sm: int = driver.occupancyMaxActiveBlocksPerMultiprocessor(function.ptr, block, 0)
+    return per_sm * device_properties(device).sm_count
 
 
 def launch(

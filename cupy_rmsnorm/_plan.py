@@ -65,19 +65,19 @@ MAX_STAGED_VECS_PER_THREAD = 32
 STREAMED_THREADS = 512
 # Short rows share a block until it has this many threads.
 BLOCK_THREADS = 128
-# With so many masked rows for each SM, a block walks over several: a GPU begins so many blocks a
-# microsecond and no more, whether they have a row to compute or not.
-MASKED_BLOCKS_PER_SM = 32
-MASKED_WALK = (4, 1)  # so many rows for so many blocks
-# Where valid_rows alone says which are computed, a block looks nothing up, and fewer blocks are
-# faster where few rows are valid and as fast where half or all of them are.
-VALID_WALK = (16, 3)
-MASKED_TEAM = 8  # blocks that deal their rows among themselves, as in fuse.cuh
+THREADS_PER_SM = 2048
+# A GPU begins so many blocks a microsecond and no more, whether they have a row to compute or not.
+# Of masked rows that are left as they are it gets one for every few turns, and of those that are
+# set to zero one for so many bytes of short rows; but as many as fill it, if there are.
+MASKED_WALK = 6  # turns
+ZEROED_BYTES = 8 * 1024
+# From more than so many times what fills it, blocks that look rows up deal them among themselves.
+MASKED_DEAL = 2
+MASKED_WINDOW = 32 * 32  # rows that such blocks look at, as in block_rows.cuh
 # Where launches overlap, the next kernel of the stream takes its places while this one begins. If
 # both just fit side by side, its blocks go where there is room and not where they are balanced: it
 # then takes its places only when this one stores. And where no more than half of the threads are
 # resident, they have twice the registers of those that fill an SM.
-THREADS_PER_SM = 2048
 # Shared memory a block may ask for, by architecture, less room for the reduction's slots.
 SHARED_RESERVE = 1024
 SHARED_LIMITS = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
@@ -107,6 +107,10 @@ class Launch:
     evict_first: bool = False  # what is moved is of no use to the L2; changes no bits
     spare_registers: bool = False  # every block is resident at once and may take more of them
     next_early: bool = True  # the next kernel may take its places before this one's loads
+    teams: int = 0  # of blocks that deal what a mask leaves of their windows; 0: nothing is dealt
+    walkers: int = (
+        0  # blocks, of each team, that take more than one turn; 0: those that fit at once
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +206,12 @@ def choose_launch(
     rows: int,
     staged_itemsize: int,
     sm_count: int,
-    masked: bool = False,
-    looks_up: bool = True,
+    masked: str | None = None,
+    where: bool = False,
 ) -> Launch:
     """The launch of `rows` >= 1 rows; `staged_itemsize` counts x and residual.
 
-    `looks_up`: a block of masked rows looks up which of them are computed.
+    `masked`: as in `ForwardKind`; `where`: rows are looked up one by one.
     """
     threads = plan.threads_per_row
     if plan.kernel != "norm_forward":
@@ -217,15 +221,24 @@ def choose_launch(
     few_rows = rows <= most_few_rows(plan, sm_count)
     if few_rows:
         rows_per_block = max(1, WARP // threads)
+    block = threads * rows_per_block
     grid = min(-(-rows // rows_per_block), MAX_GRID)
-    if masked:
-        if grid >= MASKED_BLOCKS_PER_SM * sm_count:
-            walked, walkers = MASKED_WALK if looks_up else VALID_WALK
-            grid = -(-grid * walkers // walked)
-        grid = -(-grid // MASKED_TEAM) * MASKED_TEAM
+    teams = 0
+    if masked is not None:
+        deals = masked == "keep" and where and rows >= fewest_dealt_rows(plan, sm_count)
+        enough = grid
+        if masked == "keep" and (deals or not where):
+            enough = -(-grid // MASKED_WALK)
+        elif masked == "zero" and rows_per_block > 1:
+            held = _held_bytes(plan, staged_itemsize) * rows_per_block
+            enough = -(-grid * held // ZEROED_BYTES)
+        grid = min(grid, max(enough, _filling(block, sm_count)))
+        if deals:
+            teams = -(-rows // MASKED_WINDOW)
+            grid = teams * min(-(-grid // teams), MAX_GRID // teams)
     evict_first = rows <= rows_evicted_first(plan, staged_itemsize)
-    launch = Launch(grid, threads * rows_per_block, 0, rows_per_block, few_rows, evict_first)
-    return beside_others(launch, sm_count, walks=masked)
+    launch = Launch(grid, block, 0, rows_per_block, few_rows, evict_first, teams=teams)
+    return beside_others(launch, sm_count, walks=masked is not None)
 
 
 def beside_others(launch: Launch, sm_count: int, *, walks: bool = False) -> Launch:
@@ -255,10 +268,26 @@ def most_spare_rows(plan: Plan, staged_itemsize: int, sm_count: int) -> int:
     return min(rows, rows_evicted_first(plan, staged_itemsize))
 
 
+def fewest_dealt_rows(plan: Plan, sm_count: int) -> int:
+    """The fewest rows that blocks deal among themselves, by a plan of norm_forward."""
+    rows_per_block = max(1, BLOCK_THREADS // plan.threads_per_row)
+    filling = _filling(plan.threads_per_row * rows_per_block, sm_count)
+    return MASKED_DEAL * filling * rows_per_block + 1
+
+
+def _filling(block: int, sm_count: int) -> int:
+    """How many blocks of so many threads fill a GPU, did they take few registers."""
+    return THREADS_PER_SM // block * sm_count
+
+
 def rows_evicted_first(plan: Plan, staged_itemsize: int) -> int:
     """The most rows of a call that does without the L2, by a plan of norm_forward."""
-    held = plan.vec_size * plan.vecs_per_thread * plan.threads_per_row
-    return EVICT_FIRST_BYTES // (held * staged_itemsize)
+    return EVICT_FIRST_BYTES // _held_bytes(plan, staged_itemsize)
+
+
+def _held_bytes(plan: Plan, staged_itemsize: int) -> int:
+    """Bytes of registers for a row and its residual, by a plan of norm_forward."""
+    return plan.vec_size * plan.vecs_per_thread * plan.threads_per_row * staged_itemsize
 
 
 def loads_weight_early(
@@ -301,5 +330,5 @@ def choose_pair_launch(
         together.evict_first,
         together.spare_registers,
         together.next_early,
-        -(-(k_blocks << 62) // grid),
+        k_share=-(-(k_blocks << 62) // grid),
     )

@@ -2,6 +2,7 @@
 // The rows of norm_forward and norm_forward_pair.
 #pragma once
 
+#include "block_rows.cuh"
 #include "fuse.cuh"
 #include "reduce.cuh"
 
@@ -14,7 +15,7 @@ __host__ __device__ constexpr int min_blocks() {
     constexpr int ROW_ELEMENT = sizeof(X) + (is_array<R> ? sizeof(R) : 0);
     constexpr bool HOLDS_WEIGHT = EARLY_WEIGHT && (is_array<W> || is_array<B>);
     constexpr int HELD_BYTES = VECS_PER_THREAD * VEC_SIZE * ROW_ELEMENT;
-    if (WALKS && EARLY_WEIGHT && !is_array<R> && sizeof(X) == 2 && THREADS % 128 == 0) {
+    if (WALKS && !is_array<R> && sizeof(X) == 2 && THREADS % 128 == 0) {
         constexpr int ELEMENT =
             ROW_ELEMENT + (is_array<W> ? sizeof(W) : 0) + (is_array<B> ? sizeof(B) : 0);
         constexpr int REGISTERS = 24 + VECS_PER_THREAD * VEC_SIZE * ELEMENT / 4;
@@ -50,44 +51,30 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
     const int row_in_block =
         ONE_ROW && (NORM == LAYER || SPARE_REGISTERS) ? 0 : threadIdx.x / THREADS_PER_ROW;
     const int packs = static_cast<int>(arguments.hidden_size) / VEC_SIZE;
-    const long long first_of_block = static_cast<long long>(block) * ROWS_PER_BLOCK;
-    const long long rows_a_pass = static_cast<long long>(blocks) * ROWS_PER_BLOCK;
 
     const int first_element = thread * VEC_SIZE;
     const auto offset_of = [](int vec) { return vec * (THREADS_PER_ROW * VEC_SIZE); };
     int half = 0;
-    MaskedRows<MASK, SPLIT_ROWS, THREADS_PER_ROW, ROWS_PER_BLOCK> masked(block, rows_a_pass);
-    // Where valid_rows is the only mask, the rows that are computed come first: none is looked up.
-    const bool looks_up =
-        MASK == ZERO_OTHERS || (MASK == KEEP_OTHERS && arguments.where != nullptr);
-    long long valid = 0;
-    if constexpr (MASK == KEEP_OTHERS) {
-        valid = looks_up ? arguments.rows : valid_rows<SPLIT_ROWS>(arguments);
-    }
-    const auto exists = [&](long long row) {
-        return row < (MASK == KEEP_OTHERS ? valid : arguments.rows);
+    const auto zero = [&](long long row) {
+        zero_row<ALIGNED, VEC_SIZE>(row_pointers<SPLIT_ROWS>(arguments, row, first_element),
+                                    packs - thread, THREADS_PER_ROW);
+        if (thread == 0) store_statistics<NORM>(arguments, row, A(0), A(0));
     };
-    for (long long first_row = first_of_block; exists(first_row);
-         first_row += looks_up ? masked.advance() : rows_a_pass) {
-        long long row = first_row + row_in_block;
-        bool computed = ROW_IS_COMPUTED || exists(row);
-        if (looks_up) {
-            if (masked.steps == 0) {
-                masked.look_up(arguments, row);
-                for (; masked.zeroed != 0; masked.zeroed &= masked.zeroed - 1) {
-                    const long long other = masked.row_at(row, __ffs(masked.zeroed) - 1);
-                    zero_row<ALIGNED, VEC_SIZE>(
-                        row_pointers<SPLIT_ROWS>(arguments, other, first_element), packs - thread,
-                        THREADS_PER_ROW);
-                    if (thread == 0) store_statistics<NORM>(arguments, other, A(0), A(0));
-                }
-                if (masked.steps == 0) continue;
-            }
-            const int place = __ffs(masked.steps) - 1;
-            masked.steps &= masked.steps - 1;
-            row = masked.row_at(row, place);
-            computed = masked.computed >> place & 1u;
-        }
+    __shared__ Window<ROWS_PER_BLOCK> window;
+    BlockRows<MASK, SPLIT_ROWS, THREADS_PER_ROW, ROWS_PER_BLOCK, ForwardArguments<Y, X, R, W, B, V>>
+        rows(arguments, window, block, blocks);
+    rows.look_up();
+    if (MASK == ZERO_OTHERS && ROWS_PER_BLOCK == 1 && rows.count == 0 && block < arguments.rows) {
+        zero(block);
+    }
+    long long next = 0;  // of a mask's rows; without one it is nothing to keep
+    for (long long first = rows.first(); rows.exists(first);
+         first = MASK == ALL_ROWS ? rows.next(first) : next) {
+        const long long place = first + row_in_block;
+        const bool computed = ROW_IS_COMPUTED || rows.is_computed(place);
+        const long long row = rows.row_at(place, row_in_block);
+        next = rows.next(first);
+        if (MASK == ZERO_OTHERS && ROWS_PER_BLOCK > 1 && !computed && rows.exists(place)) zero(row);
         // A row that is not computed still meets its block at the barriers, with no packs.
         const int held_packs = computed ? packs : 0;
         const RowPointers<Y, X, R, W, B> at =
@@ -140,6 +127,7 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
             }
         }
 
+        rows.find_next(next);
         A mean = A(0);
         if constexpr (NORM == LAYER) {
             Sum sum = {};
@@ -164,6 +152,7 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
         }
         squares = row_reduce_sum<THREADS_PER_ROW>(squares, square_slots[half]);
         half ^= HALVES - 1;
+        if (MASK == DEAL_ROWS && THREADS_PER_ROW <= 32) __syncthreads();
         const A rstd = rstd_of<PARTIAL>(squares, arguments);
         if (computed && thread == 0) store_statistics<NORM>(arguments, row, mean, rstd);
         let_next_kernel_begin();

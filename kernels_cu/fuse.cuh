@@ -14,6 +14,7 @@ enum Mask {
     ALL_ROWS,
     KEEP_OTHERS,  // outputs of rows that are not computed stay as they are
     ZERO_OTHERS,  // and are set to zero
+    DEAL_ROWS,    // as they are, of many rows that `where` is looked up for
 };
 
 // A number of rows below 2^62, and what stands for a division by it: ceil(2^62 / count).
@@ -62,10 +63,14 @@ struct ForwardArguments {
     RowCount inner_rows;
     long long weight_stride;  // between the heads' weights: hidden_size, or 0 for a shared weight
     long long bias_stride;
-    long long partial;    // columns that the statistic comes from, where PARTIAL
-    const bool* where;    // null: every row
-    const V* valid_rows;  // null: every row
-    RowCount mask_rows;   // neighbouring rows that share an element of the masks
+    long long partial;         // columns that the statistic comes from, where PARTIAL
+    const bool* where;         // null: every row
+    const V* valid_rows;       // null: every row
+    unsigned teams;            // and what else block_rows.cuh deals rows by
+    unsigned team_reciprocal;  // ceil(2^31 / teams)
+    unsigned members;
+    unsigned walkers;
+    RowCount mask_rows;  // neighbouring rows that share an element of the masks
 };
 
 // Where a thread's first element of one row lies in each array. Its others are a number away that
@@ -106,89 +111,21 @@ __device__ __forceinline__ RowPointers<Y, X, R, W, B> row_pointers(
     return pointers;
 }
 
-// Rows share an element of the masks only where they are split.
+// The element of the masks that is a row's. Rows share one only where they are split.
+template <bool SPLIT_ROWS, typename Arguments>
+__device__ __forceinline__ long long mask_element(const Arguments& arguments, long long row) {
+    const bool shared = SPLIT_ROWS && arguments.mask_rows.count != 1;
+    return shared ? quotient(row, arguments.mask_rows) : row;
+}
+
 template <Mask MASK, bool SPLIT_ROWS, typename Arguments>
 __device__ __forceinline__ bool row_is_computed(const Arguments& arguments, long long row) {
     if (row >= arguments.rows) return false;
     if constexpr (MASK == ALL_ROWS) return true;
-    const bool shared = SPLIT_ROWS && arguments.mask_rows.count != 1;
-    const long long place = shared ? quotient(row, arguments.mask_rows) : row;
-    if (arguments.valid_rows != nullptr && place >= *arguments.valid_rows) return false;
-    return arguments.where == nullptr || arguments.where[place];
+    const long long element = mask_element<SPLIT_ROWS>(arguments, row);
+    if (arguments.valid_rows != nullptr && element >= *arguments.valid_rows) return false;
+    return arguments.where == nullptr || arguments.where[element];
 }
-
-// How many rows come first that are computed, where valid_rows is the only mask.
-template <bool SPLIT_ROWS, typename Arguments>
-__device__ __forceinline__ long long valid_rows(const Arguments& arguments) {
-    long long valid = *arguments.valid_rows;
-    if (SPLIT_ROWS && arguments.mask_rows.count != 1) {
-        const long long elements = quotient(arguments.rows - 1, arguments.mask_rows) + 1;
-        valid = min(max(valid, 0ll), elements) * arguments.mask_rows.count;
-    }
-    return min(valid, arguments.rows);
-}
-
-// Blocks of a masked grid that look at the same rows; the grid is a multiple of it.
-constexpr int MASKED_TEAM = 8;
-
-// What a thread's row has to do at the next SET places of its block's walk. A lane looks up the
-// mask of one place and votes: a row that is not computed costs no step of its own, and a block
-// without any ends after its first look. Blocks of one row each deal the places of their team among
-// themselves: as many computed rows to each, wherever the mask is dense.
-template <Mask MASK, bool SPLIT_ROWS, int THREADS_PER_ROW, int ROWS_PER_BLOCK>
-struct MaskedRows {
-    // Rows of a block that meet at its barriers take the same steps.
-    static constexpr bool IN_STEP = THREADS_PER_ROW > 32 && ROWS_PER_BLOCK > 1;
-    static constexpr int TEAM = THREADS_PER_ROW >= 32 && ROWS_PER_BLOCK == 1 ? MASKED_TEAM : 1;
-    static constexpr int SET = THREADS_PER_ROW < 32 ? THREADS_PER_ROW : 32;
-
-    long long rows_a_pass;
-    int member;             // of the team
-    unsigned computed = 0;  // a bit a place: the thread's row there is computed
-    unsigned steps = 0;     // a bit a place: some row of the warp is; all of them IN_STEP
-    unsigned zeroed = 0;    // a bit a place: the thread's row there is set to zero
-
-    __device__ __forceinline__ MaskedRows(unsigned block, long long rows_a_pass_)
-        : rows_a_pass(rows_a_pass_), member(block % TEAM) {}
-
-    // The row at a place of the set that begins with the thread's row `first`.
-    __device__ __forceinline__ long long row_at(long long first, int place) const {
-        return first + (place % TEAM - member) + place / TEAM * rows_a_pass;
-    }
-
-    // From a set to the next one, once nothing is left to do.
-    __device__ __forceinline__ long long advance() const {
-        return steps == 0 ? SET / TEAM * rows_a_pass : 0;
-    }
-
-    // The thread's places among those where a lane of its warp says `chosen`.
-    __device__ __forceinline__ unsigned own_places(bool chosen) const {
-        const int lane_id = threadIdx.x % 32;
-        const unsigned votes = __ballot_sync(0xffffffffu, chosen);
-        if constexpr (TEAM > 1) {
-            const int before = __popc(votes & ((1u << lane_id) - 1));
-            return __ballot_sync(0xffffffffu, chosen && before % TEAM == member);
-        }
-        return votes >> (lane_id / SET * SET) & 0xffffffffu >> (32 - SET);
-    }
-
-    // Whole warps call it.
-    template <typename Arguments>
-    __device__ __forceinline__ void look_up(const Arguments& arguments, long long first) {
-        const long long looked_at = row_at(first, threadIdx.x % SET);
-        const bool chosen = row_is_computed<MASK, SPLIT_ROWS>(arguments, looked_at);
-        computed = own_places(chosen);
-        zeroed = MASK == ZERO_OTHERS ? own_places(!chosen && looked_at < arguments.rows) : 0;
-        steps = computed;
-        if constexpr (IN_STEP) {
-            const long long first_of_block = looked_at - threadIdx.x / THREADS_PER_ROW;
-            steps = __ballot_sync(0xffffffffu, first_of_block < arguments.rows);
-        }
-#pragma unroll
-        for (int lanes = SET; lanes < 32; lanes *= 2)
-            steps |= __shfl_xor_sync(0xffffffffu, steps, lanes);
-    }
-};
 
 template <Norm NORM, typename Arguments, typename A>
 __device__ __forceinline__ void store_statistics(const Arguments& arguments, long long row, A mean,

@@ -2,11 +2,11 @@
 // y = (s - mean) * rstd * (weight + offset) + bias over each row, s = x or x + residual;
 // rstd = 1 / sqrt(mean((s - mean)^2) + eps), where RMSNorm has no mean. The row stays in registers.
 // Owner: thread t of a row holds packs t, t + THREADS_PER_ROW, ...; VECS_PER_THREAD of them.
-// Launch: block (THREADS_PER_ROW * ROWS_PER_BLOCK), a multiple of 32; any grid, with a mask a
-// multiple of MASKED_TEAM; no dynamic shared memory.
-// Caller guarantees: hidden_size is a multiple of VEC_SIZE and at most VEC_SIZE * VECS_PER_THREAD *
-// THREADS_PER_ROW, with equality where FULL; no pack but a thread's last lies behind a row's end;
-// every pack lies on its word size where ALIGNED.
+// Launch: block (THREADS_PER_ROW * ROWS_PER_BLOCK), a multiple of 32; any grid, but at least a
+// block for each row that is looked up by itself where ROWS_PER_BLOCK is 1, and teams * members
+// where DEAL_ROWS; no dynamic shared memory. Caller guarantees: hidden_size is a multiple of
+// VEC_SIZE and at most VEC_SIZE * VECS_PER_THREAD * THREADS_PER_ROW, with equality where FULL; no
+// pack but a thread's last lies behind a row's end; every pack lies on its word size where ALIGNED.
 // Moves: one read of x (and residual), one write of y (and residual_out).
 
 #include "forward_rows.cuh"
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(
     THREADS_PER_ROW* ROWS_PER_BLOCK,
     min_blocks<X, R, W, B, VEC_SIZE, VECS_PER_THREAD, THREADS_PER_ROW * ROWS_PER_BLOCK,
                EARLY_WEIGHT, SPARE_REGISTERS,
-               MASK == KEEP_OTHERS && FULL && ALIGNED && !SPLIT_ROWS>())
+               (MASK == KEEP_OTHERS || MASK == DEAL_ROWS) && FULL && ALIGNED && !SPLIT_ROWS>())
     norm_forward(const ForwardArguments<Y, X, R, W, B, V> arguments) {
     wait_for_earlier_kernels();
     if (arguments.next_early) let_next_kernel_begin();

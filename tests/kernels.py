@@ -35,7 +35,14 @@ from cupy_rmsnorm._candidates import (
 from cupy_rmsnorm._cuda import ForwardKind, specialise_forward
 from cupy_rmsnorm._dtypes import TABLE
 from cupy_rmsnorm._kernel import Specialisation
-from cupy_rmsnorm._plan import VECTOR_BYTES, Launch, Plan, choose_launch, choose_plan
+from cupy_rmsnorm._plan import (
+    MASKED_WINDOW,
+    VECTOR_BYTES,
+    Launch,
+    Plan,
+    choose_launch,
+    choose_plan,
+)
 from cupy_rmsnorm._plan_backward import BackwardLaunch, choose_backward_plan
 from tests import calls, inputs, oracle
 from tests.backends import Backend
@@ -173,18 +180,29 @@ class Forced:
     """
 
     rows_per_block: int = 1
-    grid: int = 0  # blocks; 0: one for each of its rows. With fewer, they walk
+    grid: int = 0  # blocks, of each team; 0: one for each of its rows. With fewer, they walk
     early_weight: bool = True
     evict_first: bool = False
+    teams: int = 0  # that deal rows, of as many blocks each
+    walkers: int = 0  # blocks of a team that take more than one turn; 0: all of them
 
     def plan(self, plan: Plan) -> Plan:
         return dataclasses.replace(plan, early_weight=self.early_weight)
 
     def launch(self, plan: Plan, rows: int) -> Launch:
         assert plan.kernel == "norm_forward", "other kernels have one launch alone"
+        assert rows <= MASKED_WINDOW * self.teams or not self.teams
         grid = self.grid or -(-rows // self.rows_per_block)
         block = plan.threads_per_row * self.rows_per_block
-        return Launch(grid, block, 0, self.rows_per_block, evict_first=self.evict_first)
+        return Launch(
+            grid * max(1, self.teams),
+            block,
+            0,
+            self.rows_per_block,
+            evict_first=self.evict_first,
+            teams=self.teams,
+            walkers=self.walkers or grid,
+        )
 
 
 SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
@@ -395,7 +413,8 @@ class ForwardRow(Row):
         plan, staged_itemsize = self.plan(arch), self.kind.staged_itemsize
         if self.forced is not None:
             return self.forced.launch(plan, self.rows)
-        return choose_launch(plan, self.rows, staged_itemsize, sm_count, self.mask is not None)
+        where = self.mask in ("keep_where", "zero_both")
+        return choose_launch(plan, self.rows, staged_itemsize, sm_count, self.kind.masked, where)
 
     def specialisation(self, arch: int, sm_count: int = SM_COUNT) -> Specialisation:
         """The instantiation that the library has to take on `arch`."""
@@ -494,10 +513,21 @@ FORCED: tuple[tuple[str, str, Forced, dict[str, Any]], ...] = (
     ("packs_51", "float32", Forced(3, grid=2), {"residual": "bfloat16"}),
     ("packs_1024", "float32", Forced(grid=1), {"norm": "layer", "layout": "heads"}),
     ("packs_1536", "bfloat16", Forced(grid=8), {"layout": "misaligned", "mask": "zero_valid"}),
-    # Blocks of one row that deal what a mask leaves, set after set.
-    ("packs_128", "float16", Forced(grid=8), {"mask": "keep_where"}),
-    ("packs_192", "bfloat16", Forced(grid=16), {"norm": "layer", "mask": "zero_both"}),
+    # Of these blocks some take a row each, and the others walk on from there.
     ("packs_192", "float32", Forced(grid=24), {"layout": "heads", "mask": "keep_valid"}),
+    ("packs_192", "float16", Forced(grid=4, walkers=3), {"mask": "keep_valid"}),
+    ("packs_51", "bfloat16", Forced(3, grid=2, walkers=1), {"mask": "keep_valid"}),
+    # Teams that deal what a mask leaves of their windows.
+    ("packs_128", "float16", Forced(grid=8, teams=1, walkers=3), {"mask": "keep_where"}),
+    ("packs_128", "bfloat16", Forced(4, grid=5, teams=2), {"norm": "layer", "mask": "keep_where"}),
+    ("packs_192", "float16", Forced(teams=3, grid=7, walkers=2), {"mask": "keep_where"}),
+    ("packs_51", "float32", Forced(2, grid=9, teams=5, walkers=1), {"mask": "keep_where"}),
+    ("warp", "bfloat16", Forced(2, grid=20, teams=1), {"layout": "heads", "mask": "keep_where"}),
+    ("warp", "float32", Forced(2, grid=49, teams=2, walkers=2), {"mask": "keep_where"}),
+    ("three_packs", "float16", Forced(32, grid=9, teams=7), {"mask": "keep_where"}),
+    ("one_pack", "float32", Forced(128, grid=4, teams=34, walkers=1), {"mask": "keep_where"}),
+    ("packs_51", "float16", Forced(2, grid=30, teams=2), {"mask": "keep_where", "groups": 3}),
+    ("half_warp", "bfloat16", Forced(8, teams=40), {"mask": "keep_where", "groups": 3}),
     ("packs_51", "bfloat16", Forced(2, grid=5), {"mask": "zero_both"}),
     ("packs_51", "float32", Forced(3, grid=2), {"layout": "split", "mask": "keep_valid"}),
     # Weights that are loaded once the sum is known.

@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import cupy_rmsnorm
+from cupy_rmsnorm import _kernel
+from cupy_rmsnorm._plan import choose_plan, fewest_dealt_rows
 from tests import compare, inputs
-from tests.backends import Backend
+from tests.backends import Backend, Cupy, skip_without
 from tests.calls import Case, Gradient, backward, check_backward, check_forward, forward
 
 ROWS = (3, 5)
@@ -76,6 +79,62 @@ def test_forward(backend: Backend, norm: str, masked: str, mask: str) -> None:
         expected = forward(backend, plain, statistics=True)
         for output, result in got.items():
             compare.equal(result[part.computed], expected[output][part.computed], output)
+
+
+def many_rows(backend: Backend, hidden_size: int) -> int:
+    """As many as blocks deal among themselves, and a last chunk that is not whole."""
+    on_gpu = backend.gpu or isinstance(backend, Cupy)
+    sm_count = _kernel.device_properties(0).sm_count if on_gpu else 4
+    plan = choose_plan("rms", hidden_size, "float32", None, 90)
+    return fewest_dealt_rows(plan, sm_count) // 96 * 96 + 96 + 21
+
+
+@pytest.mark.parametrize("hidden_size", [40, 520])
+@pytest.mark.parametrize(
+    "mask", ["where", "where in front", "where misaligned", "both", "heads", "groups"]
+)
+def test_many_rows(backend: Backend, hidden_size: int, mask: str) -> None:
+    rows = many_rows(backend, hidden_size)
+    random = np.random.default_rng(rows)
+    where = random.random(rows) < np.linspace(0, 1, rows) ** 2  # from sparse to dense
+    if mask == "where in front":
+        where = np.arange(rows) < rows // 5
+    case = Case(
+        x=inputs.array((rows, hidden_size), "float32"),
+        weight=inputs.weight(hidden_size, "float32"),
+        where=inputs.lay(where, "offset_1") if mask == "where misaligned" else where,
+        masked="keep",
+    )
+    if mask == "both":
+        case = case.but(valid_rows=np.array(rows - 40))
+    elif mask == "heads":
+        case = case.but(
+            x=case.x.reshape(rows // 3, 3, hidden_size), where=where.reshape(rows // 3, 3)
+        )
+    elif mask == "groups":
+        case = case.but(groups=2)
+    case.x[~case.computed] = np.nan
+    into = {
+        output: backend.empty(case.shape(output), dtype)
+        for output, dtype in case.outputs(statistics=True).items()
+    }
+    check_forward(case, forward(backend, case, statistics=True, **into))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden_size", [40, 4096])
+@pytest.mark.parametrize("many", [False, True])
+def test_any_byte_of_a_mask_but_zero_is_true(hidden_size: int, many: bool) -> None:
+    skip_without("cupy")
+    import cupy
+
+    rows = many_rows(Cupy(), hidden_size) if many else 77
+    held = cupy.asarray(np.resize([0, 1, 2, 16, 0, 128, 255, 0], rows).astype(np.uint8))
+    x = cupy.asarray(inputs.array((rows, hidden_size), "float32"))
+    out = cupy.full_like(x, 7.0)
+    cupy_rmsnorm.rms_norm(x, where=held.view(np.bool_), out=out)
+    expected = cupy_rmsnorm.rms_norm(x)
+    assert bool((out == cupy.where(held[:, None] != 0, expected, 7.0)).all())
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])

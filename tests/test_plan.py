@@ -232,17 +232,41 @@ def test_blocks_have_registers_to_spare_up_to_half_of_an_sm(
         assert launch.spare_registers
         assert -(-launch.grid // sm_count) * launch.block <= 1024
         assert not choose_launch(plan, most + 1, itemsize, sm_count).spare_registers
-        assert not choose_launch(plan, most, itemsize, sm_count, masked=True).spare_registers
+        assert not choose_launch(plan, most, itemsize, sm_count, "zero").spare_registers
 
 
-def test_blocks_of_masked_rows_come_in_whole_teams() -> None:
-    (team,) = re.findall(r"constexpr int MASKED_TEAM = (\d+);", _source.load("norm_forward"))
-    assert int(team) == _plan.MASKED_TEAM
+def test_masked_rows_that_are_looked_up_and_many_are_dealt_by_teams() -> None:
     plan = choose_plan("rms", 4096, "bfloat16", None, 90)
-    for rows, grid in ((1, 8), (33, 40), (16384, 4096), (16385, 4104), (2**40, 2**29)):
-        assert choose_launch(plan, rows, 2, 132, masked=True).grid == grid
-    for rows, grid in ((33, 40), (16384, 3072), (16385, 3080)):
-        assert choose_launch(plan, rows, 2, 132, masked=True, looks_up=False).grid == grid
+    assert _plan.fewest_dealt_rows(plan, 132) == 2113
+    for rows, grid, teams in (
+        (1, 1, 0),
+        (2112, 2112, 0),
+        (2113, 1056, 3),
+        (16384, 2736, 16),
+        (16385, 2737, 17),
+        (2**40, 2**30, 2**30),
+    ):
+        launch = choose_launch(plan, rows, 2, 132, "keep", where=True)
+        assert (launch.grid, launch.teams) == (grid, teams)
+        assert launch.grid * _plan.MASKED_WINDOW >= rows or not teams
+    for name, value in (("CHUNK_ROWS", 32), ("WINDOW_CHUNKS", _plan.MASKED_WINDOW // 32)):
+        assert f"constexpr int {name} = {value};" in _source.load("norm_forward")
+
+
+def test_blocks_walk_over_rows_that_valid_rows_alone_masks() -> None:
+    plan = choose_plan("rms", 4096, "bfloat16", None, 90)
+    for rows, grid in ((33, 33), (1056, 1056), (2048, 1056), (16384, 2731), (2**40, 357913942)):
+        launch = choose_launch(plan, rows, 2, 132, "keep")
+        assert (launch.grid, launch.teams) == (grid, 0)
+
+
+def test_a_block_zeroes_several_short_rows() -> None:
+    for hidden_size, grid in ((128, 32768), (512, 8192), (4096, 65536)):
+        plan = choose_plan("rms", hidden_size, "bfloat16", None, 90)
+        rows = 2**20 if hidden_size == 128 else 2**16
+        for where in (True, False):
+            launch = choose_launch(plan, rows, 2, 132, "zero", where)
+            assert (launch.grid, launch.teams) == (grid, 0)
 
 
 # The sweep ----------------------------------------------------------------------------------------
@@ -602,6 +626,7 @@ _KINDS: dict[str, Any] = {
     "long long": "int64",
     "unsigned long long": "int64",
     "int": "int32",
+    "unsigned": "uint32",
     "float": "float32",
     "double": "float64",
     "A": "accumulation",
@@ -610,6 +635,7 @@ _CTYPES: dict[str, Any] = {
     "pointer": ctypes.c_size_t,
     "int64": ctypes.c_longlong,
     "int32": ctypes.c_int,
+    "uint32": ctypes.c_uint,
     "float32": ctypes.c_float,
     "float64": ctypes.c_double,
 }
@@ -669,7 +695,7 @@ def test_parameters_are_those_of_the_kernel(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", _kernel.PARAMETERS)
 def test_packed_arguments_are_the_struct(kernel: str, double: bool) -> None:
     values = {
-        name: index if kind in ("pointer", "int64", "int32") else index + 0.5
+        name: index if kind in ("pointer", "int64", "int32", "uint32") else index + 0.5
         for index, (name, kind) in enumerate(_kernel.PARAMETERS[kernel], start=1)
     }
     packed = _kernel.pack(kernel, "float64" if double else "float32", values)

@@ -239,6 +239,31 @@ def test_calls_of_any_number_of_rows_find_their_kernels(
                 assert wanted in built, (hidden_size, rows)
 
 
+@pytest.mark.parametrize("masked", ["keep", "zero"])
+@pytest.mark.parametrize("sm_count", [4, 132])
+def test_masked_calls_of_any_number_of_rows_find_their_kernels(
+    masked: str, sm_count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = DeviceProperties(90, sm_count)
+    monkeypatch.setattr(_kernel, "device_properties", lambda device: properties)
+    for hidden_size in (8, 96, 4096, 20000):
+        names = ("residual_dtype", "out_dtype", "dout_dtype", "dweight_dtype", "bias_dtype")
+        dtypes: Any = dict.fromkeys(names) | dict.fromkeys(("dtype", "weight_dtype"), "float16")
+        call = check_warmup("rms_norm", hidden_size, "once", False, masked, **dtypes)
+        built = {specialisation for specialisation, _ in _cuda_warmup.specialisations(call, 0)}
+        kind = _cuda_warmup._forward_kind(call)
+        plan = _cuda.forward_plan(kind, hidden_size, 0)
+        dealt = 0
+        for exponent, where in itertools.product(range(24), (False, True)):
+            launch = _plan.choose_launch(plan, 2**exponent, 2, sm_count, masked, where)
+            wanted = _cuda.specialise_forward(
+                kind, hidden_size, plan, launch, arch=90, aligned=True, split_rows=False
+            )
+            assert wanted in built, (hidden_size, exponent, where)
+            dealt += launch.teams > 0
+        assert bool(dealt) == (masked == "keep" and plan.kernel == "norm_forward")
+
+
 def test_kernels_are_built_once_each_by_many_threads_beside_a_bar(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

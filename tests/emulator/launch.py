@@ -51,6 +51,7 @@ _KINDS = {
     "pointer": {("p", 8)},
     "int64": {("i", 8)},
     "int32": {("i", 4)},
+    "uint32": {("i", 4)},
     "float32": {("f", 4)},
     "float64": {("f", 8)},
     "accumulation": {("f", 4), ("f", 8)},

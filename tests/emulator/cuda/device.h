@@ -292,6 +292,9 @@ EMULATOR_INLINE double __ddiv_rn(double a, double b) { return a / b; }
 EMULATOR_INLINE double __drcp_rn(double a) { return 1.0 / a; }
 EMULATOR_INLINE double __dsqrt_rn(double a) { return __builtin_sqrt(a); }
 EMULATOR_INLINE double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
+EMULATOR_INLINE unsigned __umulhi(unsigned a, unsigned b) {
+    return static_cast<unsigned>((static_cast<unsigned long long>(a) * b) >> 32);
+}
 EMULATOR_INLINE unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
     return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
 }

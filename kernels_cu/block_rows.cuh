@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which rows a block of norm_forward computes: those of a call without a mask, or the first
+// valid_rows of them, dealt among all blocks; a row that a mask has to be looked up for, each by
+// itself. Where such rows are many and others stay as they are (DEAL_ROWS), the blocks of a team
+// look at one window, chunks of neighbouring rows from all over the call, and deal among themselves
+// those that are left: as many to each, wherever the mask is dense. What a block computes next its
+// first warp finds out while the row before is on its way.
+#pragma once
+
+#include "fuse.cuh"
+
+constexpr int CHUNK_ROWS = 32;     // neighbours
+constexpr int WINDOW_CHUNKS = 32;  // a lane for each
+
+// What a lane of a block's first warp knows of the window: its chunk's rows that are computed.
+struct Chunk {
+    unsigned bits;
+    int end;  // how many there are up to the end of this chunk
+
+    // The bit of the window's row at a place that is there. TOGETHER: the lanes ask for the same.
+    template <bool TOGETHER>
+    __device__ __forceinline__ int at(int place) const {
+        constexpr unsigned WARP = 0xffffffffu;
+        int lane = 0;
+        if constexpr (TOGETHER) {
+            lane = __ffs(__ballot_sync(WARP, place < end)) - 1;
+        } else {
+#pragma unroll
+            for (int half = WINDOW_CHUNKS / 2; half > 0; half /= 2) {
+                if (__shfl_sync(WARP, end, lane + half - 1) <= place) lane += half;
+            }
+        }
+        unsigned found = __shfl_sync(WARP, bits, lane);
+        int before = place - (__shfl_sync(WARP, end, lane) - __popc(found));  // of the same chunk
+        int bit = 0;
+        if constexpr (TOGETHER) {
+            const unsigned own = 1u << threadIdx.x % 32;
+            const bool here = (found & own) != 0 && __popc(found & (own - 1)) == before;
+            bit = __ffs(__ballot_sync(WARP, here)) - 1;
+        } else {
+#pragma unroll
+            for (int half = CHUNK_ROWS / 2; half > 0; half /= 2) {
+                const int lower = __popc(found & ((1u << half) - 1));
+                if (lower <= before) {
+                    before -= lower;
+                    found >>= half;
+                    bit += half;
+                }
+            }
+        }
+        return lane * CHUNK_ROWS + bit;
+    }
+};
+
+// A block's shared memory. Its own rows of a turn are one half of `rows`, while the first warp
+// writes the next turn's to the other.
+template <int ROWS_PER_BLOCK>
+struct Window {
+    Chunk chunks[WINDOW_CHUNKS];
+    int count;  // rows that are computed
+    long long rows[2][ROWS_PER_BLOCK];
+};
+
+// How many rows come first, where valid_rows is the only mask.
+template <bool SPLIT_ROWS, typename Arguments>
+__device__ __forceinline__ long long valid_rows(const Arguments& arguments) {
+    long long valid = *arguments.valid_rows;
+    if (SPLIT_ROWS && arguments.mask_rows.count != 1) {
+        const long long elements = quotient(arguments.rows - 1, arguments.mask_rows) + 1;
+        valid = min(max(valid, 0ll), elements) * arguments.mask_rows.count;
+    }
+    return min(valid, arguments.rows);
+}
+
+// Places of a team's rows, ROWS_PER_BLOCK at once to each of its members. Of a masked call they
+// take one turn each, and the first `walkers`, which a GPU has on it at first, what is left then:
+// what it deals out as there is room is balanced better than what blocks share out.
+template <Mask MASK, bool SPLIT_ROWS, int THREADS_PER_ROW, int ROWS_PER_BLOCK, typename Arguments>
+struct BlockRows {
+    static constexpr int WARPS = THREADS_PER_ROW * ROWS_PER_BLOCK / 32;
+
+    const Arguments& arguments;
+    Window<ROWS_PER_BLOCK>& window;
+    unsigned member;  // of the team, or of all blocks
+    unsigned team = 0;
+    int parity = 0;  // of the turn
+    unsigned members;
+    long long count = 0;
+
+    __device__ __forceinline__ BlockRows(const Arguments& arguments_,
+                                         Window<ROWS_PER_BLOCK>& window_, unsigned block,
+                                         unsigned blocks)
+        : arguments(arguments_), window(window_), member(block), members(blocks) {
+        if constexpr (MASK == DEAL_ROWS) {
+            member = __umulhi(2 * block, arguments.team_reciprocal);
+            member -= member * arguments.teams > block;  // it is rounded up: one too many
+            team = block - member * arguments.teams;
+            members = arguments.members;
+        }
+    }
+
+    __device__ __forceinline__ bool exists(long long place) const {
+        return place < (MASK == ALL_ROWS ? arguments.rows : count);
+    }
+
+    __device__ __forceinline__ long long first() const {
+        return static_cast<long long>(member) * ROWS_PER_BLOCK;
+    }
+
+    __device__ __forceinline__ long long next(long long place) const {
+        const long long turn = static_cast<long long>(members) * ROWS_PER_BLOCK;
+        if (MASK == ALL_ROWS || MASK == ZERO_OTHERS) return place + turn;
+        if (place < turn) return member < arguments.walkers ? place + turn : count;
+        return place + static_cast<long long>(arguments.walkers) * ROWS_PER_BLOCK;
+    }
+
+    // Whether a place has a row that is computed.
+    __device__ __forceinline__ bool is_computed(long long place) const {
+        if (MASK == ALL_ROWS || MASK == DEAL_ROWS || ROWS_PER_BLOCK == 1) return exists(place);
+        if (MASK == KEEP_OTHERS && arguments.where == nullptr) return exists(place);
+        return row_is_computed<MASK, SPLIT_ROWS>(arguments, place);
+    }
+
+    // The row at a place of this turn.
+    __device__ __forceinline__ long long row_at(long long place, int row_in_block) const {
+        if (MASK != DEAL_ROWS) return place;
+        return ROWS_PER_BLOCK == 1 || exists(place) ? window.rows[parity][row_in_block] : 0;
+    }
+
+    // Finds out how many places there are: none for a block whose one row is masked.
+    __device__ __forceinline__ void look_up() {
+        if constexpr (MASK == ALL_ROWS) {
+            return;
+        } else if constexpr (MASK == DEAL_ROWS) {
+            look_up_window();
+        } else if (MASK == KEEP_OTHERS && arguments.where == nullptr) {
+            count = valid_rows<SPLIT_ROWS>(arguments);
+        } else {
+            const bool none =
+                ROWS_PER_BLOCK == 1 && !row_is_computed<MASK, SPLIT_ROWS>(arguments, member);
+            count = none ? 0 : arguments.rows;
+        }
+    }
+
+    __device__ __forceinline__ long long row_of(unsigned chunk, unsigned bit) const {
+        return static_cast<long long>(chunk * arguments.teams + team) * CHUNK_ROWS + bit;
+    }
+
+    // The same of a window, and the rows of the first turn.
+    __device__ __forceinline__ void look_up_window() {
+        const int lane = threadIdx.x % 32;
+        const bool first_warp = threadIdx.x < 32;
+        unsigned bits = 0;
+        if (__builtin_expect(lies_as_rows(), 1)) {
+            if (first_warp) bits = chunk_bits(row_of(lane, 0));
+        } else {
+            for (int chunk = threadIdx.x / 32; chunk < WINDOW_CHUNKS; chunk += WARPS) {
+                const bool computed =
+                    row_is_computed<MASK, SPLIT_ROWS>(arguments, row_of(chunk, lane));
+                const unsigned votes = __ballot_sync(0xffffffffu, computed);
+                if (lane == 0) window.chunks[chunk].bits = votes;
+            }
+            __syncthreads();
+            if (first_warp) bits = window.chunks[lane].bits;
+        }
+        if (first_warp) {
+            const int own = __popc(bits);
+            const unsigned up_to_own = 0xffffffffu >> (31 - lane);
+            int end = 0;
+#pragma unroll
+            for (int digit = 0; 1 << digit <= CHUNK_ROWS; ++digit) {
+                const unsigned votes = __ballot_sync(0xffffffffu, own >> digit & 1);
+                end += __popc(votes & up_to_own) << digit;
+                count += __popc(votes) << digit;
+            }
+            const Chunk chunk = {bits, end};
+            find(first(), 0, chunk);
+            window.chunks[lane] = chunk;
+            if (lane == 0) window.count = static_cast<int>(count);
+        }
+        __syncthreads();
+        count = window.count;
+    }
+
+    // The first warp writes down the rows of the next turn, which begins at a place. Others may
+    // read them behind the block's next barrier.
+    __device__ __forceinline__ void find_next(long long place) {
+        if constexpr (MASK != DEAL_ROWS) return;
+        parity ^= 1;
+        if (threadIdx.x < 32) find(place, parity, window.chunks[threadIdx.x]);
+    }
+
+    __device__ __forceinline__ void find(long long place, int turn_parity,
+                                         const Chunk& chunk) const {
+        if (!exists(place)) return;
+        constexpr bool TOGETHER = ROWS_PER_BLOCK == 1;
+        const int lane = TOGETHER ? 0 : threadIdx.x;
+#pragma unroll
+        for (int i = 0; i < ROWS_PER_BLOCK; i += 32) {
+            const unsigned bit = chunk.template at<TOGETHER>(static_cast<int>(place) + i + lane);
+            const bool writes = TOGETHER ? threadIdx.x == 0 : i + lane < ROWS_PER_BLOCK;
+            if (writes && exists(place + i + lane)) {
+                window.rows[turn_parity][i + lane] = row_of(bit / CHUNK_ROWS, bit % CHUNK_ROWS);
+            }
+        }
+    }
+
+    // Whether `where` is the only mask and has its element for each row on whole words.
+    __device__ __forceinline__ bool lies_as_rows() const {
+        const bool shared = SPLIT_ROWS && arguments.mask_rows.count != 1;
+        return !shared && arguments.valid_rows == nullptr &&
+               reinterpret_cast<unsigned long long>(arguments.where) % 16 == 0;
+    }
+
+    // The bits of a chunk's rows there.
+    __device__ __forceinline__ unsigned chunk_bits(long long row) const {
+        const bool* const where = arguments.where + row;
+        const long long left = arguments.rows - row;
+        unsigned bits = 0;
+        if (__builtin_expect(left >= CHUNK_ROWS, 1)) {
+            Pack<unsigned, CHUNK_ROWS / 4> bytes;
+            load_pack<KEEP, true>(bytes, reinterpret_cast<const unsigned*>(where));
+#pragma unroll
+            for (int i = 0; i < CHUNK_ROWS / 4; ++i) {
+                unsigned set = bytes.data[i];  // whatever a byte holds but 0 is true
+                set |= set >> 4;
+                set |= set >> 2;
+                set |= set >> 1;
+                // The lowest bit of byte b goes to bit 28 + b.
+                bits |= ((set & 0x01010101u) * 0x10204080u >> 28) << 4 * i;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < CHUNK_ROWS; ++i) {
+                if (i < left && where[i]) bits |= 1u << i;
+            }
+        }
+        return bits;
+    }
+};
