@@ -150,7 +150,8 @@ def checks() -> Iterator[tuple[str, Check]]:
         yield f"forward {which.norm} {which.x.dtype} {which.x.shape}", forward(which)
     for which in kernels.FORWARD:
         clustered = which.tuned is not None and which.tuned.cluster_size > 1
-        if (which.forced is not None or clustered) and which.rows < 50:
+        dealt = which.forced is not None and which.forced.teams > 0
+        if dealt or ((which.forced is not None or clustered) and which.rows < 50):
             yield f"forward {which.name}", row(which)
     for pair in kernels.PAIRS[1:4]:
         yield f"forward {pair.name}", row(pair)
