@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which rows a block of norm_forward computes: those of a call without a mask, or the first
-// valid_rows of them, dealt among all blocks; a row that a mask has to be looked up for, each by
-// itself. Where such rows are many and others stay as they are (DEAL_ROWS), the blocks of a team
-// look at one window, chunks of neighbouring rows from all over the call, and deal among themselves
-// those that are left: as many to each, wherever the mask is dense. What a block computes next its
-// first warp finds out while the row before is on its way.
+// Which rows a block of norm_forward computes: of a call without a mask, or of its first valid_rows
+// rows, those that come in turn; where rows have to be looked up, its own ones, each by itself.
+// Where these are many and the others stay as they are (DEAL_ROWS), the blocks of a team look at
+// one window, chunks of neighbouring rows from all over the call, and deal among themselves those
+// that are left: as many to each, wherever the mask is dense. What a block computes next its first
+// warp finds out while the row before is on its way.
 #pragma once
 
 #include "fuse.cuh"
 
 constexpr int CHUNK_ROWS = 32;     // neighbours
 constexpr int WINDOW_CHUNKS = 32;  // a lane for each
+constexpr int LOOK_ROWS = 8;       // of a chunk, looked up by one thread
 
 // What a lane of a block's first warp knows of the window: its chunk's rows that are computed.
 struct Chunk {
@@ -56,6 +57,7 @@ struct Chunk {
 // writes the next turn's to the other.
 template <int ROWS_PER_BLOCK>
 struct Window {
+    unsigned looks[WINDOW_CHUNKS];  // what each thread saw, side by side
     Chunk chunks[WINDOW_CHUNKS];
     int count;  // rows that are computed
     long long rows[2][ROWS_PER_BLOCK];
@@ -77,8 +79,6 @@ __device__ __forceinline__ long long valid_rows(const Arguments& arguments) {
 // what it deals out as there is room is balanced better than what blocks share out.
 template <Mask MASK, bool SPLIT_ROWS, int THREADS_PER_ROW, int ROWS_PER_BLOCK, typename Arguments>
 struct BlockRows {
-    static constexpr int WARPS = THREADS_PER_ROW * ROWS_PER_BLOCK / 32;
-
     const Arguments& arguments;
     Window<ROWS_PER_BLOCK>& window;
     unsigned member;  // of the team, or of all blocks
@@ -148,22 +148,21 @@ struct BlockRows {
 
     // The same of a window, and the rows of the first turn.
     __device__ __forceinline__ void look_up_window() {
-        const int lane = threadIdx.x % 32;
-        const bool first_warp = threadIdx.x < 32;
-        unsigned bits = 0;
-        if (__builtin_expect(lies_as_rows(), 1)) {
-            if (first_warp) bits = chunk_bits(row_of(lane, 0));
-        } else {
-            for (int chunk = threadIdx.x / 32; chunk < WINDOW_CHUNKS; chunk += WARPS) {
-                const bool computed =
-                    row_is_computed<MASK, SPLIT_ROWS>(arguments, row_of(chunk, lane));
-                const unsigned votes = __ballot_sync(0xffffffffu, computed);
-                if (lane == 0) window.chunks[chunk].bits = votes;
+        constexpr int THREADS = THREADS_PER_ROW * ROWS_PER_BLOCK;
+        constexpr int LOOKS = WINDOW_CHUNKS * CHUNK_ROWS / LOOK_ROWS;
+#pragma unroll
+        for (int i = 0; i < LOOKS; i += THREADS) {
+            const int look = i + threadIdx.x;
+            if (look < LOOKS) {
+                const int row = look * LOOK_ROWS;
+                reinterpret_cast<unsigned char*>(window.looks)[look] =
+                    look_at(row_of(row / CHUNK_ROWS, row % CHUNK_ROWS));
             }
-            __syncthreads();
-            if (first_warp) bits = window.chunks[lane].bits;
         }
-        if (first_warp) {
+        __syncthreads();
+        if (threadIdx.x < 32) {
+            const int lane = threadIdx.x;
+            const unsigned bits = window.looks[lane];
             const int own = __popc(bits);
             const unsigned up_to_own = 0xffffffffu >> (31 - lane);
             int end = 0;
@@ -205,23 +204,18 @@ struct BlockRows {
         }
     }
 
-    // Whether `where` is the only mask and has its element for each row on whole words.
-    __device__ __forceinline__ bool lies_as_rows() const {
+    // Bits of neighbouring rows that one thread looks up: all at once, and as one word where
+    // `where` is the only mask and has its elements, one for each row, on whole words.
+    __device__ __forceinline__ unsigned look_at(long long row) const {
         const bool shared = SPLIT_ROWS && arguments.mask_rows.count != 1;
-        return !shared && arguments.valid_rows == nullptr &&
-               reinterpret_cast<unsigned long long>(arguments.where) % 16 == 0;
-    }
-
-    // The bits of a chunk's rows there.
-    __device__ __forceinline__ unsigned chunk_bits(long long row) const {
         const bool* const where = arguments.where + row;
-        const long long left = arguments.rows - row;
-        unsigned bits = 0;
-        if (__builtin_expect(left >= CHUNK_ROWS, 1)) {
-            Pack<unsigned, CHUNK_ROWS / 4> bytes;
+        if (!shared && arguments.valid_rows == nullptr && row + LOOK_ROWS <= arguments.rows &&
+            reinterpret_cast<unsigned long long>(where) % LOOK_ROWS == 0) {
+            Pack<unsigned, LOOK_ROWS / 4> bytes;
             load_pack<KEEP, true>(bytes, reinterpret_cast<const unsigned*>(where));
+            unsigned bits = 0;
 #pragma unroll
-            for (int i = 0; i < CHUNK_ROWS / 4; ++i) {
+            for (int i = 0; i < LOOK_ROWS / 4; ++i) {
                 unsigned set = bytes.data[i];  // whatever a byte holds but 0 is true
                 set |= set >> 4;
                 set |= set >> 2;
@@ -229,11 +223,16 @@ struct BlockRows {
                 // The lowest bit of byte b goes to bit 28 + b.
                 bits |= ((set & 0x01010101u) * 0x10204080u >> 28) << 4 * i;
             }
-        } else {
+            return bits;
+        }
+        const long long valid =
+            arguments.valid_rows == nullptr ? arguments.rows : valid_rows<SPLIT_ROWS>(arguments);
+        unsigned bits = 0;
 #pragma unroll
-            for (int i = 0; i < CHUNK_ROWS; ++i) {
-                if (i < left && where[i]) bits |= 1u << i;
-            }
+        for (int i = 0; i < LOOK_ROWS; ++i) {
+            bool computed = row + i < valid;
+            if (computed) computed = arguments.where[mask_element<SPLIT_ROWS>(arguments, row + i)];
+            bits |= static_cast<unsigned>(computed) << i;
         }
         return bits;
     }
