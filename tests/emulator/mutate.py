@@ -120,10 +120,6 @@ EXPLAINED: dict[tuple[str, str], tuple[str, str]] = {
         "const int rows = column <= packs ? static_cast<int>(arguments.rows) : 0;",
     ): ("survived", "reads the pack behind a block's columns into a sum that nobody stores"),
     (
-        "forward_rows.cuh",
-        "MASK == ZERO_OTHERS || (MASK == KEEP_OTHERS || arguments.where != nullptr);",
-    ): ("equivalent", "looks up what valid_rows alone tells, and finds the same"),
-    (
         "norm_forward_pair.cu",
         "false, ALL_ROWS>(arguments.q, blockIdx.x - k_block, gridDim.x + k_blocks);",
     ): (
@@ -133,14 +129,6 @@ EXPLAINED: dict[tuple[str, str], tuple[str, str]] = {
     ("fuse.cuh", "return found + (found * rows.count > row);"): (
         "survived",
         "the quotient needs the correction only where row * count passes 2^62",
-    ),
-    ("fuse.cuh", "if (SPLIT_ROWS || arguments.mask_rows.count != 1) {"): (
-        "equivalent",
-        "a quotient by 1 changes nothing, and rows that are not split have no other",
-    ),
-    ("fuse.cuh", "steps = __ballot_sync(0xffffffffu, first_of_block <= arguments.rows);"): (
-        "equivalent",
-        "a step more, in which no row of the block is computed",
     ),
     ("fuse.cuh", "if (NORM == LAYER || arguments.mean != nullptr) arguments.mean[row] = mean;"): (
         "survived",
