@@ -309,6 +309,8 @@ class Row:
         """`where` and `valid_rows`; each leaves some rows out, in blocks that it shares."""
         rows = math.prod(self.row_shape)
         where = np.arange(rows).reshape(self.row_shape) % 3 != 1
+        if self.layout == "misaligned":
+            where = inputs.lay(where, "offset_1")
         valid_rows = rows - 1
         if self.mask is None:
             return None, None
@@ -517,6 +519,7 @@ FORCED: tuple[tuple[str, str, Forced, dict[str, Any]], ...] = (
     ("packs_192", "float32", Forced(grid=24), {"layout": "heads", "mask": "keep_valid"}),
     ("packs_192", "float16", Forced(grid=4, walkers=3), {"mask": "keep_valid"}),
     ("packs_51", "bfloat16", Forced(3, grid=2, walkers=1), {"mask": "keep_valid"}),
+    ("packs_51", "float32", Forced(2, grid=30), {"mask": "keep_valid", "groups": 3}),
     # Teams that deal what a mask leaves of their windows.
     ("packs_128", "float16", Forced(grid=8, teams=1, walkers=3), {"mask": "keep_where"}),
     ("packs_128", "bfloat16", Forced(4, grid=5, teams=2), {"norm": "layer", "mask": "keep_where"}),
@@ -527,6 +530,7 @@ FORCED: tuple[tuple[str, str, Forced, dict[str, Any]], ...] = (
     ("three_packs", "float16", Forced(32, grid=9, teams=7), {"mask": "keep_where"}),
     ("one_pack", "float32", Forced(128, grid=4, teams=34, walkers=1), {"mask": "keep_where"}),
     ("packs_51", "float16", Forced(2, grid=30, teams=2), {"mask": "keep_where", "groups": 3}),
+    ("packs_128", "float16", Forced(4, teams=1), {"layout": "misaligned", "mask": "keep_where"}),
     ("half_warp", "bfloat16", Forced(8, teams=40), {"mask": "keep_where", "groups": 3}),
     ("packs_51", "bfloat16", Forced(2, grid=5), {"mask": "zero_both"}),
     ("packs_51", "float32", Forced(3, grid=2), {"layout": "split", "mask": "keep_valid"}),

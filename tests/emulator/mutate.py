@@ -126,6 +126,10 @@ EXPLAINED: dict[tuple[str, str], tuple[str, str]] = {
         "survived",
         "a block takes a second group of rows only where there are more than a billion",
     ),
+    ("forward_rows.cuh", "const bool whole = FULL && vec < VECS_PER_THREAD - 1;"): (
+        "equivalent",
+        "the test of where a row ends says the same",
+    ),
     ("fuse.cuh", "return found + (found * rows.count > row);"): (
         "survived",
         "the quotient needs the correction only where row * count passes 2^62",
