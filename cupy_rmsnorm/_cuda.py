@@ -21,6 +21,7 @@ from ._plan import (
     choose_launch,
     choose_pair_launch,
     choose_plan,
+    choose_walkers,
     loads_weight_early,
     row_itemsize,
 )
@@ -114,10 +115,10 @@ def forward(call: Forward, plan: Plan | None = None) -> Launched | None:
             split_rows=_splits_rows(call, operands),
         )
         function = _kernel.function(specialisation, device, launch.shared_bytes)
-        if kind.masked == "keep" and plan.kernel == "norm_forward" and not launch.walkers:
+        takes_turns = kind.masked == "keep" and (call.where is None or launch.teams > 0)
+        if takes_turns and plan.kernel == "norm_forward" and not launch.walkers:
             resident = _kernel.resident_blocks(function, launch.block, device)
-            walkers = max(1, min(resident, launch.grid) // max(1, launch.teams))
-            launch = dataclasses.replace(launch, walkers=walkers)
+            launch = dataclasses.replace(launch, walkers=choose_walkers(launch, resident))
         arguments = _forward_arguments(call, operands, launch)
         packed = _kernel.pack(plan.kernel, TABLE[kind.x].accumulation or "", arguments)
         launched = _kernel.launch(

@@ -65,6 +65,10 @@ MAX_STAGED_VECS_PER_THREAD = 32
 STREAMED_THREADS = 512
 # Short rows share a block until it has this many threads.
 BLOCK_THREADS = 128
+# Where launches overlap, the next kernel of the stream takes its places while this one begins. If
+# both just fit side by side, its blocks go where there is room and not where they are balanced: it
+# then takes its places only when this one stores. And where no more than half of the threads are
+# resident, they have twice the registers of those that fill an SM.
 THREADS_PER_SM = 2048
 # A GPU begins so many blocks a microsecond and no more, whether they have a row to compute or not.
 # Of masked rows that are left as they are it gets one for every few turns, and of those that are
@@ -73,11 +77,8 @@ MASKED_WALK = 6  # turns
 ZEROED_BYTES = 8 * 1024
 # From more than so many times what fills it, blocks that look rows up deal them among themselves.
 MASKED_DEAL = 2
+FEWEST_WALKERS = 4
 MASKED_WINDOW = 32 * 32  # rows that such blocks look at, as in block_rows.cuh
-# Where launches overlap, the next kernel of the stream takes its places while this one begins. If
-# both just fit side by side, its blocks go where there is room and not where they are balanced: it
-# then takes its places only when this one stores. And where no more than half of the threads are
-# resident, they have twice the registers of those that fill an SM.
 # Shared memory a block may ask for, by architecture, less room for the reduction's slots.
 SHARED_RESERVE = 1024
 SHARED_LIMITS = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
@@ -266,6 +267,14 @@ def most_spare_rows(plan: Plan, staged_itemsize: int, sm_count: int) -> int:
     blocks = THREADS_PER_SM // 2 // (plan.threads_per_row * rows_per_block)
     rows = sm_count * blocks * rows_per_block
     return min(rows, rows_evicted_first(plan, staged_itemsize))
+
+
+def choose_walkers(launch: Launch, resident: int) -> int:
+    """How many blocks of each team, or of all, take more than one turn, where so many fit at once:
+    those of them, unless they are too few of each team for the teams to come out even."""
+    teams = max(1, launch.teams)
+    members = launch.grid // teams
+    return min(members, resident // teams if resident >= FEWEST_WALKERS * teams else members)
 
 
 def fewest_dealt_rows(plan: Plan, sm_count: int) -> int:

@@ -9,6 +9,7 @@
 
 #include "fuse.cuh"
 
+constexpr unsigned WHOLE_WARP = 0xffffffffu;
 constexpr int CHUNK_ROWS = 32;     // neighbours
 constexpr int WINDOW_CHUNKS = 32;  // a lane for each
 constexpr int LOOK_ROWS = 8;       // of a chunk, looked up by one thread
@@ -18,26 +19,27 @@ struct Chunk {
     unsigned bits;
     int end;  // how many there are up to the end of this chunk
 
-    // The bit of the window's row at a place that is there. TOGETHER: the lanes ask for the same.
+    // The bit of the window's row at a place that is there. TOGETHER: the lanes ask for the same
+    // one and vote; otherwise each has to search.
     template <bool TOGETHER>
     __device__ __forceinline__ int at(int place) const {
-        constexpr unsigned WARP = 0xffffffffu;
         int lane = 0;
         if constexpr (TOGETHER) {
-            lane = __ffs(__ballot_sync(WARP, place < end)) - 1;
+            lane = __ffs(__ballot_sync(WHOLE_WARP, place < end)) - 1;
         } else {
 #pragma unroll
             for (int half = WINDOW_CHUNKS / 2; half > 0; half /= 2) {
-                if (__shfl_sync(WARP, end, lane + half - 1) <= place) lane += half;
+                if (__shfl_sync(WHOLE_WARP, end, lane + half - 1) <= place) lane += half;
             }
         }
-        unsigned found = __shfl_sync(WARP, bits, lane);
-        int before = place - (__shfl_sync(WARP, end, lane) - __popc(found));  // of the same chunk
+        unsigned found = __shfl_sync(WHOLE_WARP, bits, lane);
+        int before =
+            place - (__shfl_sync(WHOLE_WARP, end, lane) - __popc(found));  // of the same chunk
         int bit = 0;
         if constexpr (TOGETHER) {
             const unsigned own = 1u << threadIdx.x % 32;
             const bool here = (found & own) != 0 && __popc(found & (own - 1)) == before;
-            bit = __ffs(__ballot_sync(WARP, here)) - 1;
+            bit = __ffs(__ballot_sync(WHOLE_WARP, here)) - 1;
         } else {
 #pragma unroll
             for (int half = CHUNK_ROWS / 2; half > 0; half /= 2) {
@@ -74,9 +76,9 @@ __device__ __forceinline__ long long valid_rows(const Arguments& arguments) {
     return min(valid, arguments.rows);
 }
 
-// Places of a team's rows, ROWS_PER_BLOCK at once to each of its members. Of a masked call they
-// take one turn each, and the first `walkers`, which a GPU has on it at first, what is left then:
-// what it deals out as there is room is balanced better than what blocks share out.
+// Places of a team's rows, or of all rows, ROWS_PER_BLOCK at once to each member. Where masked rows
+// stay as they are, each takes one turn, and what is left then goes to the first `walkers` of them,
+// which a GPU has on it at first: it deals out blocks, as there is room, better than these share.
 template <Mask MASK, bool SPLIT_ROWS, int THREADS_PER_ROW, int ROWS_PER_BLOCK, typename Arguments>
 struct BlockRows {
     const Arguments& arguments;
@@ -143,7 +145,7 @@ struct BlockRows {
     }
 
     __device__ __forceinline__ long long row_of(unsigned chunk, unsigned bit) const {
-        return static_cast<long long>(chunk * arguments.teams + team) * CHUNK_ROWS + bit;
+        return (static_cast<long long>(chunk) * arguments.teams + team) * CHUNK_ROWS + bit;
     }
 
     // The same of a window, and the rows of the first turn.
@@ -164,11 +166,11 @@ struct BlockRows {
             const int lane = threadIdx.x;
             const unsigned bits = window.looks[lane];
             const int own = __popc(bits);
-            const unsigned up_to_own = 0xffffffffu >> (31 - lane);
+            const unsigned up_to_own = WHOLE_WARP >> (31 - lane);
             int end = 0;
 #pragma unroll
             for (int digit = 0; 1 << digit <= CHUNK_ROWS; ++digit) {
-                const unsigned votes = __ballot_sync(0xffffffffu, own >> digit & 1);
+                const unsigned votes = __ballot_sync(WHOLE_WARP, own >> digit & 1);
                 end += __popc(votes & up_to_own) << digit;
                 count += __popc(votes) << digit;
             }
@@ -198,7 +200,7 @@ struct BlockRows {
         for (int i = 0; i < ROWS_PER_BLOCK; i += 32) {
             const unsigned bit = chunk.template at<TOGETHER>(static_cast<int>(place) + i + lane);
             const bool writes = TOGETHER ? threadIdx.x == 0 : i + lane < ROWS_PER_BLOCK;
-            if (writes && exists(place + i + lane)) {
+            if (writes) {
                 window.rows[turn_parity][i + lane] = row_of(bit / CHUNK_ROWS, bit % CHUNK_ROWS);
             }
         }

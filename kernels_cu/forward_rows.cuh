@@ -67,7 +67,7 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
     if (MASK == ZERO_OTHERS && ROWS_PER_BLOCK == 1 && rows.count == 0 && block < arguments.rows) {
         zero(block);
     }
-    long long next = 0;  // of a mask's rows; without one it is nothing to keep
+    long long next = 0;  // kept where there is a mask; without one it is as well formed anew
     for (long long first = rows.first(); rows.exists(first);
          first = MASK == ALL_ROWS ? rows.next(first) : next) {
         const long long place = first + row_in_block;

@@ -66,11 +66,11 @@ struct ForwardArguments {
     long long partial;         // columns that the statistic comes from, where PARTIAL
     const bool* where;         // null: every row
     const V* valid_rows;       // null: every row
-    unsigned teams;            // and what else block_rows.cuh deals rows by
+    unsigned teams;            // of blocks, where rows are dealt
     unsigned team_reciprocal;  // ceil(2^31 / teams)
-    unsigned members;
-    unsigned walkers;
-    RowCount mask_rows;  // neighbouring rows that share an element of the masks
+    unsigned members;          // of a team
+    unsigned walkers;          // of a team's or of all blocks: those that take more than one turn
+    RowCount mask_rows;        // neighbouring rows that share an element of the masks
 };
 
 // Where a thread's first element of one row lies in each array. Its others are a number away that

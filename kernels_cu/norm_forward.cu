@@ -2,11 +2,13 @@
 // y = (s - mean) * rstd * (weight + offset) + bias over each row, s = x or x + residual;
 // rstd = 1 / sqrt(mean((s - mean)^2) + eps), where RMSNorm has no mean. The row stays in registers.
 // Owner: thread t of a row holds packs t, t + THREADS_PER_ROW, ...; VECS_PER_THREAD of them.
-// Launch: block (THREADS_PER_ROW * ROWS_PER_BLOCK), a multiple of 32; any grid, but at least a
-// block for each row that is looked up by itself where ROWS_PER_BLOCK is 1, and teams * members
-// where DEAL_ROWS; no dynamic shared memory. Caller guarantees: hidden_size is a multiple of
-// VEC_SIZE and at most VEC_SIZE * VECS_PER_THREAD * THREADS_PER_ROW, with equality where FULL; no
-// pack but a thread's last lies behind a row's end; every pack lies on its word size where ALIGNED.
+// Launch: block (THREADS_PER_ROW * ROWS_PER_BLOCK), a multiple of 32; any grid, but a block a row
+// where ROWS_PER_BLOCK is 1 and rows are looked up one by one, and teams * members blocks where
+// DEAL_ROWS; no dynamic shared memory.
+// Caller guarantees: hidden_size is a multiple of VEC_SIZE and at most VEC_SIZE * VECS_PER_THREAD *
+// THREADS_PER_ROW, with equality where FULL; no pack but a thread's last lies behind a row's end;
+// every pack lies on its word size where ALIGNED; a team has 1024 rows at most, and no more walkers
+// than members.
 // Moves: one read of x (and residual), one write of y (and residual_out).
 
 #include "forward_rows.cuh"

@@ -52,7 +52,7 @@ def recorded(arch: int, sm_count: int) -> Iterator[list[Launched]]:
             (_cuda, "current_device", lambda index: contextlib.nullcontext()),
             (_kernel, "device_properties", properties),
             (_kernel, "function", function),
-            (_kernel, "resident_blocks", lambda function, block, device: sm_count),
+            (_kernel, "resident_blocks", lambda function, block, device: 2048 // block * sm_count),
             (_kernel, "launch", launch),
         ):
             stack.enter_context(mock.patch.object(target, name, stand_in))

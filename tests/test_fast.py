@@ -216,7 +216,7 @@ def driver() -> Iterator[Driver]:
             ("_kernel.function", stand_in.function),
             ("_enqueue.launcher", lambda: stand_in.launch_kernel),
             ("_kernel.device_properties", lambda device: DeviceProperties(90, 132)),
-            ("_kernel.resident_blocks", lambda function, block, device: 132),
+            ("_kernel.resident_blocks", lambda function, block, device: 2048 // block * 132),
         ):
             stack.enter_context(mock.patch(f"cupy_rmsnorm.{name}", value))
         stack.enter_context(mock.patch.object(_fast, "libraries", {}))

@@ -248,9 +248,34 @@ def test_masked_rows_that_are_looked_up_and_many_are_dealt_by_teams() -> None:
     ):
         launch = choose_launch(plan, rows, 2, 132, "keep", where=True)
         assert (launch.grid, launch.teams) == (grid, teams)
-        assert launch.grid * _plan.MASKED_WINDOW >= rows or not teams
+        assert launch.teams * _plan.MASKED_WINDOW >= rows or not teams
     for name, value in (("CHUNK_ROWS", 32), ("WINDOW_CHUNKS", _plan.MASKED_WINDOW // 32)):
         assert f"constexpr int {name} = {value};" in _source.load("norm_forward")
+
+
+@given(st.integers(1, 2**31 - 1), st.data())
+def test_a_block_finds_its_team_without_a_division(teams: int, data: st.DataObject) -> None:
+    """What block_rows.cuh does in 32 bits, for any block of any grid."""
+    reciprocal = -(-(2**31) // teams)
+    blocks = st.integers(0, 2**31 - 2)
+    multiple = st.integers(0, (2**31 - 2) // teams).map(lambda member: member * teams)
+    near = st.tuples(multiple, st.integers(-1, 1)).map(sum)
+    block = min(max(0, data.draw(blocks | near)), 2**31 - 2)
+    assert reciprocal < 2**32
+    member = (2 * block * reciprocal) >> 32
+    assert member * teams < 2**32
+    member -= member * teams > block
+    assert member == block // teams
+
+
+@pytest.mark.parametrize(
+    ("teams", "resident", "walkers"), [(0, 792, 792), (0, 9999, 2736), (16, 792, 49), (684, 792, 4)]
+)
+def test_as_many_blocks_walk_as_fit_and_come_out_even(
+    teams: int, resident: int, walkers: int
+) -> None:
+    launch = _plan.Launch(2736, 256, 0, 1, teams=teams)
+    assert _plan.choose_walkers(launch, resident) == walkers
 
 
 def test_blocks_walk_over_rows_that_valid_rows_alone_masks() -> None:

@@ -144,7 +144,9 @@ def installed(
         replace(_kernel, "build", kernel_build)
         replace(_kernel, "launch", kernel_launch)
         replace(_kernel, "device_properties", lambda device: properties)
-        replace(_kernel, "resident_blocks", lambda function, block, device: sm_count)
+        replace(
+            _kernel, "resident_blocks", lambda function, block, device: 2048 // block * sm_count
+        )
         replace(_kernel, "_functions", {})
         replace(_libraries._CuPySpace, "contiguous", contiguous)
         replace(_libraries._CuPySpace, "assign", assign)
