@@ -280,12 +280,14 @@ def masked(shape: Shape, count: int, device: str = "cuda") -> dict[str, Candidat
         return Candidate(lambda: ours_forward(data, **options), check, "ours", shape.dtype, case)
 
     def copy(case: str, computed: Tensor) -> Candidate:
+        places = computed.nonzero()[:, 0]  # a graph that was captured with it does not keep it
+
         def check(outputs: tuple[Tensor, ...]) -> None:
             if not torch.equal(outputs[0][computed], data.x[0][computed]):
                 raise Wrong("y is not the rows of x")
 
         return Candidate(
-            lambda: _copy_of_rows(data, computed), check, "copy of rows", shape.dtype, case
+            lambda: _copy_of_rows(data, places), check, "copy of rows", shape.dtype, case
         )
 
     found = {case: candidate(case, *values) for case, values in cases.items()}
@@ -308,10 +310,9 @@ copy_of_rows(uint4* y, const uint4* x, const long long* places, int vectors) {
 """
 
 
-def _copy_of_rows(data: ForwardData, chosen: Tensor) -> Call:
-    """A copy of those rows, to the same places, by a block for each."""
+def _copy_of_rows(data: ForwardData, places: Tensor) -> Call:
+    """A copy of the rows there, to the same places, by a block for each."""
     data.poison()
-    places = chosen.nonzero()[:, 0]
 
     def by_torch(i: int) -> tuple[Tensor, ...]:
         data.y[i][places] = data.x[i][places]

@@ -74,13 +74,20 @@ def variants(shape: Shape, count: int) -> dict[str, Candidate]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Race, write, and say which bars hold."""
     begin = time.perf_counter()
-    options = race.parser("The forward functions beside others.", 170).parse_args(arguments)
+    parser = race.parser("The forward functions beside others.", 170)
+    parser.add_argument("--masks", action="store_true", help="these races alone, anew in --resume")
+    options = parser.parse_args(arguments)
     race.need_gpu()
     import torch
 
     from benchmarks import baselines
 
     torch.set_grad_enabled(False)
+    if options.masks:
+        run = Run(options, begin, race.meta(options.rounds, options.commit), MASKED)
+        run.all(MASKED, baselines.masked, case="valid_rows")
+        race.show(bars(run.rows), run.rows)
+        return
     wanted = [shape for shape in FORWARD if options.only in str(shape)]
     with baselines.peers(wanted) as (present, missing):
         meta = race.meta(options.rounds, options.commit) | {"missing": missing}

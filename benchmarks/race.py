@@ -203,16 +203,42 @@ def need_gpu() -> None:
 class Run:
     """Races one after the other within a budget; what is measured is written after each."""
 
-    def __init__(self, options: argparse.Namespace, begin: float, meta: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        begin: float,
+        meta: dict[str, Any],
+        renewed: Sequence[Shape] = (),
+    ) -> None:
         self._options, self._begin = options, begin
         self.meta = meta
         self.rows: list[Result] = []
         self.left_out: list[Result] = []
         self.not_begun: list[str] = []
+        self._of_commit: Result = {}  # what rows say where they are not of the file's commit
         if options.resume is not None:
             earlier = json.loads(options.resume.read_text())
             self.rows, self.left_out = earlier["rows"], earlier.get("left_out", [])
             self.meta = earlier["meta"] | meta
+            if renewed:
+                self._renew(renewed, earlier["meta"], meta)
+
+    def _renew(
+        self, shapes: Sequence[Shape], earlier: dict[str, Any], meta: dict[str, Any]
+    ) -> None:
+        """Measure these shapes' cases anew, on what the other rows were measured on."""
+        for name in ("device", "driver", "runtime", "cupy", "torch", "rounds"):
+            if earlier[name] != meta[name]:
+                raise SystemExit(f"the other rows are of {name} {earlier[name]}, not {meta[name]}")
+        self.meta = earlier
+        self._of_commit = {"commit": meta["commit"]}
+        places = {tuple(shape) for shape in shapes}
+        self.rows = [
+            row
+            for row in self.rows
+            if "case" not in row
+            or (row["op"], row["dtype"], row["rows"], row["hidden_size"]) not in places
+        ]
 
     def seconds(self) -> float:
         return time.perf_counter() - self._begin
@@ -246,7 +272,7 @@ class Run:
         nbytes = 2 * shape.tensor_bytes if shape.backward else shape.nbytes
         timing = time_on_gpu(candidates, nbytes, placements, self._options.rounds)
         rows, left_out = results(shape, candidates, timing)
-        self.rows += rows
+        self.rows += [row | self._of_commit for row in rows]
         self.left_out += left_out
         print("   " + ", ".join(map(_shown, rows)), flush=True)
         for row in left_out:

@@ -77,7 +77,7 @@ MASKED_WALK = 6  # turns
 ZEROED_BYTES = 8 * 1024
 # From more than so many times what fills it, blocks that look rows up deal them among themselves.
 MASKED_DEAL = 2
-FEWEST_WALKERS = 4
+FEWEST_WALKERS = 2
 MASKED_WINDOW = 32 * 32  # rows that such blocks look at, as in block_rows.cuh
 # Shared memory a block may ask for, by architecture, less room for the reduction's slots.
 SHARED_RESERVE = 1024

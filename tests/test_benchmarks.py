@@ -248,6 +248,26 @@ def test_a_run_resumes(run: Any) -> None:
     assert not second.not_begun
 
 
+def test_cases_are_measured_anew_beside_rows_of_another_commit(run: Any, tmp_path: Path) -> None:
+    shape, other = shapes.MASKED
+    meta = dict.fromkeys(("device", "driver", "runtime", "cupy", "torch", "rounds"), 1)
+    kept = [row(shape, "ours", 1.0, 1.0), row(other, "ours", 1.0, 1.0, "valid_rows")]
+    rows = [*kept, row(shape, "ours", 1.0, 1.0, "valid_rows")]
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(json.dumps({"meta": {**meta, "commit": "before"}, "rows": rows}))
+    path = tmp_path / "now.json"
+    arguments = ["--resume", str(earlier), "--json", str(path)]
+    options = race.parser("", 1000).parse_args(arguments)
+    made = race.Run(options, 0.0, {**meta, "commit": "now"}, [shape])
+    made.all([shape], lambda *_: {"mask": candidate("ours", shape.dtype, "valid_rows")}, "mask")
+    written = json.loads(path.read_text())
+    assert written["meta"]["commit"] == "before"
+    assert written["rows"][:2] == kept
+    assert [(r["case"], r["commit"]) for r in written["rows"][2:]] == [("valid_rows", "now")]
+    with pytest.raises(SystemExit, match=r"^the other rows are of torch 1, not 2$"):
+        race.Run(options, 0.0, {**meta, "torch": 2, "commit": "now"}, [shape])
+
+
 def test_a_run_takes_only_what_is_wanted(run: Any) -> None:
     made = run("--only", "layer_norm bfloat16 4096x")
     made.all(shapes.FORWARD, one)
