@@ -126,6 +126,34 @@ EXPLAINED: dict[tuple[str, str], tuple[str, str]] = {
         "survived",
         "a block takes a second group of rows only where there are more than a billion",
     ),
+    ("block_rows.cuh", "if (SPLIT_ROWS || arguments.mask_rows.count != 1) {"): (
+        "equivalent",
+        "a quotient by 1 changes nothing, and rows that are not split have no other",
+    ),
+    (
+        "block_rows.cuh",
+        "const long long elements = quotient(arguments.rows + 1, arguments.mask_rows) + 1;",
+    ): ("equivalent", "an element more has no rows, and they are counted after it"),
+    ("block_rows.cuh", "if (MASK == ALL_ROWS || MASK != ZERO_OTHERS) return place + turn;"): (
+        "equivalent",
+        "says which blocks take more turns, not what they compute",
+    ),
+    ("block_rows.cuh", "for (int i = 0; i + 1 < LOOKS; i += THREADS) {"): (
+        "equivalent",
+        "the last step is never one short of the end",
+    ),
+    ("block_rows.cuh", "const bool shared = SPLIT_ROWS || arguments.mask_rows.count != 1;"): (
+        "equivalent",
+        "rows are looked up one by one, and found the same",
+    ),
+    (
+        "block_rows.cuh",
+        "if (!shared && arguments.valid_rows == nullptr && row + LOOK_ROWS < arguments.rows &&",
+    ): ("equivalent", "rows are looked up one by one, and found the same"),
+    ("block_rows.cuh", "for (int i = 0; i <= LOOK_ROWS; ++i) {"): (
+        "equivalent",
+        "a ninth bit does not fit the byte",
+    ),
     ("forward_rows.cuh", "const bool whole = FULL && vec < VECS_PER_THREAD - 1;"): (
         "equivalent",
         "the test of where a row ends says the same",
