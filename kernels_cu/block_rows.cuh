@@ -232,9 +232,9 @@ struct BlockRows {
         unsigned bits = 0;
 #pragma unroll
         for (int i = 0; i < LOOK_ROWS; ++i) {
-            bool computed = row + i < valid;
-            if (computed) computed = arguments.where[mask_element<SPLIT_ROWS>(arguments, row + i)];
-            bits |= static_cast<unsigned>(computed) << i;
+            const bool computed =
+                row + i < valid && arguments.where[mask_element<SPLIT_ROWS>(arguments, row + i)];
+            if (computed) bits |= 1u << i;
         }
         return bits;
     }
