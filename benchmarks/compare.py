@@ -182,8 +182,8 @@ def _mask_bars(races: dict[Shape, dict[str, Result]]) -> Iterator[Bar]:
         for case, row in cases.items():
             if row["impl"] == "ours":
                 yield Bar(f"{shape} {case}", "of the copy's rate", row["ratio"], MASKED_RATE)
-                told = cases.get(case.replace("where", "copy"))
-                if told is not None and told is not row:
+                told = race.copy_of_rows(cases, case)
+                if told is not None:
                     rate = told["us"] / row["us"]
                     yield Bar(f"{shape} {case}", "of a copy of these rows", rate, MASKED_RATE)
 

@@ -232,25 +232,15 @@ class Run:
                 raise SystemExit(f"the other rows are of {name} {earlier[name]}, not {meta[name]}")
         self.meta = earlier
         self._of_commit = {"commit": meta["commit"]}
-        places = {tuple(shape) for shape in shapes}
-        self.rows = [
-            row
-            for row in self.rows
-            if "case" not in row
-            or (row["op"], row["dtype"], row["rows"], row["hidden_size"]) not in places
-        ]
+        self.rows = [row for row in self.rows if "case" not in row or shape_of(row) not in shapes]
 
     def seconds(self) -> float:
         return time.perf_counter() - self._begin
 
     def races(self, shapes: Sequence[Shape], case: str | None = None) -> Iterator[Shape]:
         """The wanted shapes that have no rows yet, until the budget is spent."""
-        done = {
-            (row["op"], row["dtype"], row["rows"], row["hidden_size"])
-            for row in self.rows
-            if ("case" in row) == (case is not None)
-        }
-        wanted = [s for s in shapes if self._options.only in str(s) and tuple(s) not in done]
+        done = {shape_of(row) for row in self.rows if ("case" in row) == (case is not None)}
+        wanted = [s for s in shapes if self._options.only in str(s) and s not in done]
         begin = time.perf_counter()
         for number, shape in enumerate(wanted):
             each = (time.perf_counter() - begin) / number if number else 0.0
@@ -405,14 +395,23 @@ def best_peer(rows: Mapping[str, Result]) -> Result | None:
     return min(others, key=lambda row: float(row["us"]), default=None)
 
 
+def shape_of(row: Result) -> Shape:
+    """What a row was measured on."""
+    return Shape(row["op"], row["dtype"], row["rows"], row["hidden_size"])
+
+
+def copy_of_rows(cases: dict[str, Result], case: str) -> Result | None:
+    """Of a case that looks masked rows up: the copy that is told where they are."""
+    return cases.get(case.replace("where", "copy")) if case.startswith("where") else None
+
+
 def by_shape(rows: Sequence[Result], *, case: str | None = None) -> dict[Shape, dict[str, Result]]:
     """The rows of the plain races (or of those with a case), by shape and impl (or case)."""
     found: dict[Shape, dict[str, Result]] = {}
     for row in rows:
         if ("case" in row) == (case is not None):
-            shape = Shape(row["op"], row["dtype"], row["rows"], row["hidden_size"])
             name = row["impl"] if case is None or row["impl"] == "copy" else row["case"]
-            found.setdefault(shape, {})[name] = row
+            found.setdefault(shape_of(row), {})[name] = row
     return found
 
 

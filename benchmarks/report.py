@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.race import Result, by_shape
+from benchmarks.race import Result, by_shape, copy_of_rows
 from benchmarks.shapes import (
     ADD_RMS_NORM,
     BACKWARD,
@@ -200,12 +200,13 @@ def block_rows(results: Results) -> str:
         if "plain" in cases:
             continue
         for case, row in cases.items():
-            told = cases.get(case.replace("where", "copy"), row)
-            of_told = f"{told['us'] / row['us']:.2f}" if told is not row else ""
+            if row["impl"] == "copy":
+                continue
+            told = copy_of_rows(cases, case)
             name = f"`{row['op']}` {case}" if row["impl"] == "ours" else case
-            cells = (f"{row['us']:.2f}", f"{row['ratio']:.2f}", of_told)
-            if "impl" in row and row["impl"] != "copy":
-                lines.append([name, _place(shape), *cells])
+            of_told = "" if told is None else f"{told['us'] / row['us']:.2f}"
+            times = f"{row['us']:.2f}", f"{row['ratio']:.2f}", of_told
+            lines.append([name, _place(shape), *times])
     head = ("case", "rows computed", "us", "of the copy's speed", "of a copy's of these rows")
     return _table(head, lines)
 

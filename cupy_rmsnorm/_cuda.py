@@ -216,7 +216,7 @@ def _forward_arguments(call: Forward, operands: Operands, launch: Launch) -> dic
         "next_early": launch.next_early,
         "teams": launch.teams,
         "team_reciprocal": -(-(2**31) // max(1, launch.teams)),
-        "members": launch.grid // max(1, launch.teams),
+        "members": launch.members,
         "walkers": launch.walkers,
     }
     arguments |= _kernel.row_count("inner_rows", operands.layout.inner_rows)

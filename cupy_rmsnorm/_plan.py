@@ -109,9 +109,12 @@ class Launch:
     spare_registers: bool = False  # every block is resident at once and may take more of them
     next_early: bool = True  # the next kernel may take its places before this one's loads
     teams: int = 0  # of blocks that deal what a mask leaves of their windows; 0: nothing is dealt
-    walkers: int = (
-        0  # blocks, of each team, that take more than one turn; 0: those that fit at once
-    )
+    walkers: int = 0  # members that take more than one turn; 0: not known before the kernel is
+
+    @property
+    def members(self) -> int:
+        """Blocks of a team, or all of them."""
+        return self.grid // max(1, self.teams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +221,7 @@ def choose_launch(
     if plan.kernel != "norm_forward":
         shared_bytes = plan.vecs_per_thread * threads * plan.vec_size * staged_itemsize
         return Launch(rows * plan.cluster_size, threads, shared_bytes, 1)
-    rows_per_block = max(1, BLOCK_THREADS // threads)
+    rows_per_block = _rows_per_block(plan)
     few_rows = rows <= most_few_rows(plan, sm_count)
     if few_rows:
         rows_per_block = max(1, WARP // threads)
@@ -258,28 +261,32 @@ def beside_others(launch: Launch, sm_count: int, *, walks: bool = False) -> Laun
 
 def most_few_rows(plan: Plan, sm_count: int) -> int:
     """The most rows that do not give every SM a block, by a plan of norm_forward."""
-    return (sm_count - 1) * max(1, BLOCK_THREADS // plan.threads_per_row)
+    return (sm_count - 1) * _rows_per_block(plan)
 
 
 def most_spare_rows(plan: Plan, staged_itemsize: int, sm_count: int) -> int:
     """The most rows of a call whose blocks have registers to spare, by a plan of norm_forward."""
-    rows_per_block = max(1, BLOCK_THREADS // plan.threads_per_row)
+    rows_per_block = _rows_per_block(plan)
     blocks = THREADS_PER_SM // 2 // (plan.threads_per_row * rows_per_block)
     rows = sm_count * blocks * rows_per_block
     return min(rows, rows_evicted_first(plan, staged_itemsize))
 
 
+def _rows_per_block(plan: Plan) -> int:
+    """How many rows share a block of norm_forward, where they are not few."""
+    return max(1, BLOCK_THREADS // plan.threads_per_row)
+
+
 def choose_walkers(launch: Launch, resident: int) -> int:
-    """How many blocks of each team, or of all, take more than one turn, where so many fit at once:
-    those of them, unless they are too few of each team for the teams to come out even."""
-    teams = max(1, launch.teams)
-    members = launch.grid // teams
-    return min(members, resident // teams if resident >= FEWEST_WALKERS * teams else members)
+    """How many members of a launch take more than one turn, where so many blocks fit at once: those
+    of them, unless they are too few of each team for the teams to come out even."""
+    walkers = resident // max(1, launch.teams)
+    return min(walkers, launch.members) if walkers >= FEWEST_WALKERS else launch.members
 
 
 def fewest_dealt_rows(plan: Plan, sm_count: int) -> int:
     """The fewest rows that blocks deal among themselves, by a plan of norm_forward."""
-    rows_per_block = max(1, BLOCK_THREADS // plan.threads_per_row)
+    rows_per_block = _rows_per_block(plan)
     filling = _filling(plan.threads_per_row * rows_per_block, sm_count)
     return MASKED_DEAL * filling * rows_per_block + 1
 
