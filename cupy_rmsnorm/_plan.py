@@ -73,7 +73,8 @@ THREADS_PER_SM = 2048
 # A GPU begins so many blocks a microsecond and no more, whether they have a row to compute or not.
 # Of masked rows that are left as they are it gets one for every few turns, and of those that are
 # set to zero one for so many bytes of short rows; but as many as fill it, if there are.
-MASKED_WALK = 6  # turns
+COUNTED_WALK = 8  # turns, where valid_rows says which rows they are
+DEALT_WALK = 10
 ZEROED_BYTES = 8 * 1024
 # From more than so many times what fills it, blocks that look rows up deal them among themselves.
 MASKED_DEAL = 2
@@ -232,7 +233,7 @@ def choose_launch(
         deals = masked == "keep" and where and rows >= fewest_dealt_rows(plan, sm_count)
         enough = grid
         if masked == "keep" and (deals or not where):
-            enough = -(-grid // MASKED_WALK)
+            enough = -(-grid // (DEALT_WALK if deals else COUNTED_WALK))
         elif masked == "zero" and rows_per_block > 1:
             held = _held_bytes(plan, staged_itemsize) * rows_per_block
             enough = -(-grid * held // ZEROED_BYTES)

@@ -4,7 +4,8 @@
 // Where these are many and the others stay as they are (DEAL_ROWS), the blocks of a team look at
 // one window, chunks of neighbouring rows from all over the call, and deal among themselves those
 // that are left: as many to each, wherever the mask is dense. What a block computes next its first
-// warp finds out while the row before is on its way.
+// warp finds out while the row before is on its way, and asks for it to be brought to the L2 while
+// that one is normalised and nothing else of the block is under way.
 #pragma once
 
 #include "fuse.cuh"
@@ -13,6 +14,7 @@ constexpr unsigned WHOLE_WARP = 0xffffffffu;
 constexpr int CHUNK_ROWS = 32;     // neighbours
 constexpr int WINDOW_CHUNKS = 32;  // a lane for each
 constexpr int LOOK_ROWS = 8;       // of a chunk, looked up by one thread
+constexpr int MANY_TURNS = 8;      // of a block, if all took as many
 
 // What a lane of a block's first warp knows of the window: its chunk's rows that are computed.
 struct Chunk {
@@ -76,18 +78,32 @@ __device__ __forceinline__ long long valid_rows(const Arguments& arguments) {
     return min(valid, arguments.rows);
 }
 
+// A window has 1024 places.
+template <Mask MASK>
+struct PlaceOf {
+    using type = long long;
+};
+template <>
+struct PlaceOf<DEAL_ROWS> {
+    using type = int;
+};
+
 // Places of a team's rows, or of all rows, ROWS_PER_BLOCK at once to each member. Where masked rows
-// stay as they are, each takes one turn, and what is left then goes to the first `walkers` of them,
-// which a GPU has on it at first: it deals out blocks, as there is room, better than these share.
-template <Mask MASK, bool SPLIT_ROWS, int THREADS_PER_ROW, int ROWS_PER_BLOCK, typename Arguments>
+// stay as they are, each takes one turn, or two of many, and what is left then goes to the first
+// `walkers` of them, which a GPU has on it at first: it deals out blocks, as there is room, better
+// than these share.
+template <Mask MASK, bool SPLIT_ROWS, bool ALIGNED, int VEC_SIZE, int THREADS_PER_ROW,
+          int ROWS_PER_BLOCK, typename Arguments>
 struct BlockRows {
+    using Place = typename PlaceOf<MASK>::type;
+
     const Arguments& arguments;
     Window<ROWS_PER_BLOCK>& window;
     unsigned member;  // of the team, or of all blocks
     unsigned team = 0;
     int parity = 0;  // of the turn
     unsigned members;
-    long long count = 0;
+    Place count = 0;
 
     __device__ __forceinline__ BlockRows(const Arguments& arguments_,
                                          Window<ROWS_PER_BLOCK>& window_, unsigned block,
@@ -101,30 +117,33 @@ struct BlockRows {
         }
     }
 
-    __device__ __forceinline__ bool exists(long long place) const {
+    __device__ __forceinline__ bool exists(Place place) const {
         return place < (MASK == ALL_ROWS ? arguments.rows : count);
     }
 
-    __device__ __forceinline__ long long first() const {
-        return static_cast<long long>(member) * ROWS_PER_BLOCK;
+    __device__ __forceinline__ Place first() const {
+        return static_cast<Place>(member) * ROWS_PER_BLOCK;
     }
 
-    __device__ __forceinline__ long long next(long long place) const {
-        const long long turn = static_cast<long long>(members) * ROWS_PER_BLOCK;
+    __device__ __forceinline__ Place next(Place place) const {
+        const Place turn = static_cast<Place>(members) * ROWS_PER_BLOCK;
         if (MASK == ALL_ROWS || MASK == ZERO_OTHERS) return place + turn;
-        if (place < turn) return member < arguments.walkers ? place + turn : count;
-        return place + static_cast<long long>(arguments.walkers) * ROWS_PER_BLOCK;
+        const bool many = MASK == DEAL_ROWS && count > MANY_TURNS * turn;
+        const Place shared = (many ? 2 : 1) * turn;
+        if (place + turn < shared) return place + turn;
+        if (place < shared) return member < arguments.walkers ? place + turn : count;
+        return place + static_cast<Place>(arguments.walkers) * ROWS_PER_BLOCK;
     }
 
     // Whether a place has a row that is computed.
-    __device__ __forceinline__ bool is_computed(long long place) const {
+    __device__ __forceinline__ bool is_computed(Place place) const {
         if (MASK == ALL_ROWS || MASK == DEAL_ROWS || ROWS_PER_BLOCK == 1) return exists(place);
         if (MASK == KEEP_OTHERS && arguments.where == nullptr) return exists(place);
         return row_is_computed<MASK, SPLIT_ROWS>(arguments, place);
     }
 
     // The row at a place of this turn.
-    __device__ __forceinline__ long long row_at(long long place, int row_in_block) const {
+    __device__ __forceinline__ long long row_at(Place place, int row_in_block) const {
         if (MASK != DEAL_ROWS) return place;
         return ROWS_PER_BLOCK == 1 || exists(place) ? window.rows[parity][row_in_block] : 0;
     }
@@ -176,8 +195,9 @@ struct BlockRows {
             }
             const Chunk chunk = {bits, end};
             find(first(), 0, chunk);
+            prefetch(first());
             window.chunks[lane] = chunk;
-            if (lane == 0) window.count = static_cast<int>(count);
+            if (lane == 0) window.count = count;
         }
         __syncthreads();
         count = window.count;
@@ -185,24 +205,34 @@ struct BlockRows {
 
     // The first warp writes down the rows of the next turn, which begins at a place. Others may
     // read them behind the block's next barrier.
-    __device__ __forceinline__ void find_next(long long place) {
+    __device__ __forceinline__ void find_next(Place place) {
         if constexpr (MASK != DEAL_ROWS) return;
         parity ^= 1;
         if (threadIdx.x < 32) find(place, parity, window.chunks[threadIdx.x]);
     }
 
-    __device__ __forceinline__ void find(long long place, int turn_parity,
-                                         const Chunk& chunk) const {
+    __device__ __forceinline__ void find(Place place, int turn_parity, const Chunk& chunk) const {
         if (!exists(place)) return;
         constexpr bool TOGETHER = ROWS_PER_BLOCK == 1;
         const int lane = TOGETHER ? 0 : threadIdx.x;
 #pragma unroll
         for (int i = 0; i < ROWS_PER_BLOCK; i += 32) {
-            const unsigned bit = chunk.template at<TOGETHER>(static_cast<int>(place) + i + lane);
+            const unsigned bit = chunk.template at<TOGETHER>(place + i + lane);
             const bool writes = TOGETHER ? threadIdx.x == 0 : i + lane < ROWS_PER_BLOCK;
             if (writes) {
                 window.rows[turn_parity][i + lane] = row_of(bit / CHUNK_ROWS, bit % CHUNK_ROWS);
             }
+        }
+    }
+
+    // Asks for the rows of a turn that begins at a place, if it has come to be known where they are
+    // and that they are computed. Its own first threads are the first warp's that wrote them down.
+    __device__ __forceinline__ void prefetch(Place place) const {
+        if (MASK == ALL_ROWS || MASK == ZERO_OTHERS) return;
+        if (MASK == KEEP_OTHERS && arguments.where != nullptr) return;
+        const Place own = place + threadIdx.x;
+        if (threadIdx.x < ROWS_PER_BLOCK && exists(own)) {
+            prefetch_row<SPLIT_ROWS, ALIGNED, VEC_SIZE>(arguments, row_at(own, threadIdx.x));
         }
     }
 
@@ -218,12 +248,9 @@ struct BlockRows {
             unsigned bits = 0;
 #pragma unroll
             for (int i = 0; i < LOOK_ROWS / 4; ++i) {
-                unsigned set = bytes.data[i];  // whatever a byte holds but 0 is true
-                set |= set >> 4;
-                set |= set >> 2;
-                set |= set >> 1;
-                // The lowest bit of byte b goes to bit 28 + b.
-                bits |= ((set & 0x01010101u) * 0x10204080u >> 28) << 4 * i;
+                // Whatever a byte holds but 0 sets its highest bit; that of byte b goes to 28 + b.
+                const unsigned set = ((bytes.data[i] & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes.data[i];
+                bits |= ((set >> 7 & 0x01010101u) * 0x10204080u >> 28) << 4 * i;
             }
             return bits;
         }

@@ -45,11 +45,13 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
     const int thread = threadIdx.x % THREADS_PER_ROW;
     // A block's one row is computed. Where the compiler is told, its loads are not held up by a
     // test and its instructions are fewer, but it takes more registers, which other rows may need
-    // more. To say it half, by the row's place alone, is best where LayerNorm's rows are many.
+    // more. To say it half, by the row's place alone, is best where LayerNorm's rows are many;
+    // where they are dealt it would spill.
     constexpr bool ONE_ROW = MASK == ALL_ROWS && ROWS_PER_BLOCK == 1;
-    constexpr bool ROW_IS_COMPUTED = ONE_ROW && SPARE_REGISTERS;
-    const int row_in_block =
-        ONE_ROW && (NORM == LAYER || SPARE_REGISTERS) ? 0 : threadIdx.x / THREADS_PER_ROW;
+    constexpr bool ONE_DEALT_ROW = MASK == DEAL_ROWS && ROWS_PER_BLOCK == 1 && NORM == RMS;
+    constexpr bool ROW_IS_COMPUTED = ONE_ROW && SPARE_REGISTERS || ONE_DEALT_ROW;
+    constexpr bool ROW_IS_FIRST = ROW_IS_COMPUTED || ONE_ROW && NORM == LAYER;
+    const int row_in_block = ROW_IS_FIRST ? 0 : threadIdx.x / THREADS_PER_ROW;
     const int packs = static_cast<int>(arguments.hidden_size) / VEC_SIZE;
 
     const int first_element = thread * VEC_SIZE;
@@ -61,16 +63,17 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
         if (thread == 0) store_statistics<NORM>(arguments, row, A(0), A(0));
     };
     __shared__ Window<ROWS_PER_BLOCK> window;
-    BlockRows<MASK, SPLIT_ROWS, THREADS_PER_ROW, ROWS_PER_BLOCK, ForwardArguments<Y, X, R, W, B, V>>
+    BlockRows<MASK, SPLIT_ROWS, ALIGNED, VEC_SIZE, THREADS_PER_ROW, ROWS_PER_BLOCK,
+              ForwardArguments<Y, X, R, W, B, V>>
         rows(arguments, window, block, blocks);
     rows.look_up();
     if (MASK == ZERO_OTHERS && ROWS_PER_BLOCK == 1 && rows.count == 0 && block < arguments.rows) {
         zero(block);
     }
-    long long next = 0;  // kept where there is a mask; without one it is as well formed anew
-    for (long long first = rows.first(); rows.exists(first);
+    auto next = rows.first();  // kept where there is a mask; without one it is as well formed anew
+    for (auto first = next; rows.exists(first);
          first = MASK == ALL_ROWS ? rows.next(first) : next) {
-        const long long place = first + row_in_block;
+        const auto place = first + row_in_block;
         const bool computed = ROW_IS_COMPUTED || rows.is_computed(place);
         const long long row = rows.row_at(place, row_in_block);
         next = rows.next(first);
@@ -153,6 +156,7 @@ __device__ __forceinline__ void forward_rows(const ForwardArguments<Y, X, R, W, 
         squares = row_reduce_sum<THREADS_PER_ROW>(squares, square_slots[half]);
         half ^= HALVES - 1;
         if (MASK == DEAL_ROWS && THREADS_PER_ROW <= 32) __syncthreads();
+        rows.prefetch(next);
         const A rstd = rstd_of<PARTIAL>(squares, arguments);
         if (computed && thread == 0) store_statistics<NORM>(arguments, row, mean, rstd);
         let_next_kernel_begin();

@@ -111,6 +111,17 @@ __device__ __forceinline__ RowPointers<Y, X, R, W, B> row_pointers(
     return pointers;
 }
 
+// Asks for what a row is computed from to be brought to the L2.
+template <bool SPLIT_ROWS, bool ALIGNED, int VEC_SIZE, typename Y, typename X, typename R,
+          typename W, typename B, typename V>
+__device__ __forceinline__ void prefetch_row(const ForwardArguments<Y, X, R, W, B, V>& arguments,
+                                             long long row) {
+    const RowPointers<Y, X, R, W, B> at = row_pointers<SPLIT_ROWS>(arguments, row, 0);
+    const long long packs = arguments.hidden_size / VEC_SIZE;
+    prefetch_packs<ALIGNED, VEC_SIZE>(at.x, packs);
+    if constexpr (is_array<R>) prefetch_packs<ALIGNED, VEC_SIZE>(at.residual, packs);
+}
+
 // The element of the masks that is a row's. Rows share one only where they are split.
 template <bool SPLIT_ROWS, typename Arguments>
 __device__ __forceinline__ long long mask_element(const Arguments& arguments, long long row) {

@@ -155,6 +155,16 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, int 
 #endif
 }
 
+// Asks for memory to be brought to the L2 (nothing, before compute capability 9.0). Less than 1 MB,
+// its address and size multiples of 16.
+__device__ __forceinline__ void prefetch_l2(const void* global, int bytes) {
+#if !defined(__CUDACC__)
+    emulator_prefetch(global, bytes);
+#elif __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes));
+#endif
+}
+
 __device__ __forceinline__ unsigned cluster_rank() {
 #if defined(__CUDACC__)
     unsigned rank;

@@ -67,6 +67,13 @@ __device__ __forceinline__ void load_pack(Pack<T, VEC_SIZE>& pack, const T* sour
     }
 }
 
+// Asks for neighbouring packs to be brought to the L2, where their words are of 16 bytes.
+template <bool ALIGNED, int VEC_SIZE, typename T>
+__device__ __forceinline__ void prefetch_packs(const T* first, long long packs) {
+    constexpr int BYTES = sizeof(Pack<T, VEC_SIZE>);
+    if constexpr (ALIGNED && BYTES % 16 == 0) prefetch_l2(first, static_cast<int>(packs) * BYTES);
+}
+
 // Begins to bring one pack to shared memory: by copies to wait for, or through registers.
 template <bool ASYNC, bool ALIGNED, typename T, int VEC_SIZE>
 __device__ __forceinline__ void bring_pack(Pack<T, VEC_SIZE>* shared, const T* source) {

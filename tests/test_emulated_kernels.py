@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests import emulator, kernels
+from tests import emulator, kernels, oracle
 from tests.backends import Emulator
+from tests.emulator import build
 
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=str(emulator.missing()))
 
@@ -38,6 +40,36 @@ def forward_compiled() -> None:
 @pytest.mark.parametrize("row", kernels.FORWARD, ids=lambda row: row.name)
 def test_forward(row: kernels.ForwardRow) -> None:
     assert _run(row, ARCH) == [row.specialisation(ARCH).name_expression]
+
+
+WALKS = [
+    row
+    for row in kernels.FORWARD
+    if row.forced is not None and (row.forced.teams or row.mask == "keep_valid")
+]
+
+
+@pytest.mark.usefixtures("forward_compiled")
+@pytest.mark.parametrize("row", WALKS, ids=lambda row: row.name)
+def test_each_computed_row_is_asked_for_once_and_no_other(row: kernels.ForwardRow) -> None:
+    """Those that a block takes first are, where it has to look them up."""
+    runtime = build.runtime()
+    with emulator.installed(arch=ARCH):
+        backend = Emulator()
+        runtime.emulator_prefetched()
+        got = row.run(backend)
+    rows = int((~np.isnan(got["rstd"])).sum())
+    launch = row.launch(ARCH)
+    turn, at_first = launch.members * launch.rows_per_block, 0
+    if not launch.teams:
+        rows -= min(rows, turn)
+    elif launch.rows_per_block > 32:  # by its first warp
+        at_first = launch.grid * (launch.rows_per_block - 32)
+    itemsizes = [np.dtype(oracle.DTYPES[kind]).itemsize for kind in (row.x, row.residual) if kind]
+    whole = row.layout != "misaligned" and all(size * row.vec_size % 16 == 0 for size in itemsizes)
+    expected = rows * row.hidden_size * sum(itemsizes) if whole else 0
+    spared = at_first * row.hidden_size * sum(itemsizes)
+    assert expected - spared <= runtime.emulator_prefetched() <= expected
 
 
 @pytest.fixture(scope="module")

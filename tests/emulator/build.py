@@ -138,6 +138,7 @@ def runtime() -> ctypes.CDLL:
     library.emulator_remove_range.argtypes = [ctypes.c_void_p]
     library.emulator_set_variables.argtypes = [ctypes.c_int] + 3 * [ctypes.c_void_p]
     library.emulator_add_range.restype = library.emulator_remove_range.restype = None
+    library.emulator_prefetched.restype = ctypes.c_size_t
     return library
 
 

@@ -87,6 +87,7 @@ bool emulator_mbarrier_test_at(void* barrier, unsigned parity, bool wait, const 
                                int line);
 void emulator_bulk_copy_at(void* shared, const void* global, int bytes, void* barrier,
                            const char* file, int line);
+void emulator_prefetch_at(const void* global, int bytes, const char* file, int line);
 void emulator_cluster_send_at(void* shared, const void* value, int bytes, void* barrier,
                               const char* file, int line);
 }
@@ -239,6 +240,9 @@ EMULATOR_INLINE void emulator_mbarrier_wait(void* barrier, unsigned parity, EMUL
 EMULATOR_INLINE void emulator_bulk_copy(void* shared, const void* global, int bytes, void* barrier,
                                         EMULATOR_HERE) {
     emulator_bulk_copy_at(shared, global, bytes, barrier, file, line);
+}
+EMULATOR_INLINE void emulator_prefetch(const void* global, int bytes, EMULATOR_HERE) {
+    emulator_prefetch_at(global, bytes, file, line);
 }
 EMULATOR_INLINE void emulator_cluster_send(void* shared, const void* value, int bytes,
                                            void* barrier, EMULATOR_HERE) {

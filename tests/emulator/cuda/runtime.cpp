@@ -181,6 +181,7 @@ std::map<unsigned long long, Variable> variables;  // in shared memory, by offse
 std::map<void*, ClockPointer> atomics;
 std::vector<std::pair<uintptr_t, uintptr_t>> images;
 Fiber* current;
+size_t prefetched_bytes;  // by all launches since it was asked for
 int turn;
 int cluster_arrived;
 unsigned cluster_generation;
@@ -1260,6 +1261,16 @@ void emulator_bulk_copy_at(void* shared, const void* global, int bytes, void* ad
     if (awaited) complete(barrier, address, file, line);
 }
 
+void emulator_prefetch_at(const void* global, int bytes, const char* file, int line) {
+    const auto from = reinterpret_cast<uintptr_t>(global);
+    if (bytes <= 0 || bytes >= 1 << 20 || bytes % 16 != 0 || from % 16 != 0) {
+        fault(where(file, line),
+              format("prefetch of %d bytes at address ...%03zx: not allowed", bytes, from & 0xfff));
+    }
+    if (options.checked) check_access(global, bytes, false, __builtin_return_address(0));
+    prefetched_bytes += bytes;
+}
+
 // The value lands at once; who reads it without waiting for the mbarrier is in a race.
 void emulator_cluster_send_at(void* shared, const void* value, int bytes, void* address,
                               const char* file, int line) {
@@ -1379,6 +1390,8 @@ void emulator_add_range(const void* begin, size_t bytes) {
     ranges[address] = {address, address + bytes, "", {}};
 }
 void emulator_remove_range(const void* begin) { ranges.erase(reinterpret_cast<uintptr_t>(begin)); }
+
+size_t emulator_prefetched() { return std::exchange(prefetched_bytes, 0); }
 
 // 0: well; 1: `report` holds the fault.
 int emulator_launch(const EmulatorKernel* what, const EmulatorDynamic* dynamic, int dynamics,
