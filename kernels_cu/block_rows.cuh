@@ -89,9 +89,9 @@ struct PlaceOf<DEAL_ROWS> {
 };
 
 // Places of a team's rows, or of all rows, ROWS_PER_BLOCK at once to each member. Where masked rows
-// stay as they are, each takes one turn, or two of many, and what is left then goes to the first
-// `walkers` of them, which a GPU has on it at first: it deals out blocks, as there is room, better
-// than these share.
+// stay as they are, each takes one turn, or two of many where they are dealt, and what is left then
+// goes to the first `walkers` of them, which a GPU has on it at first: it deals out blocks, as
+// there is room, better than these share.
 template <Mask MASK, bool SPLIT_ROWS, bool ALIGNED, int VEC_SIZE, int THREADS_PER_ROW,
           int ROWS_PER_BLOCK, typename Arguments>
 struct BlockRows {
@@ -128,9 +128,11 @@ struct BlockRows {
     __device__ __forceinline__ Place next(Place place) const {
         const Place turn = static_cast<Place>(members) * ROWS_PER_BLOCK;
         if (MASK == ALL_ROWS || MASK == ZERO_OTHERS) return place + turn;
-        const bool many = MASK == DEAL_ROWS && count > MANY_TURNS * turn;
-        const Place shared = (many ? 2 : 1) * turn;
-        if (place + turn < shared) return place + turn;
+        Place shared = turn;
+        if constexpr (MASK == DEAL_ROWS) {
+            if (count > MANY_TURNS * turn) shared *= 2;
+            if (place + turn < shared) return place + turn;
+        }
         if (place < shared) return member < arguments.walkers ? place + turn : count;
         return place + static_cast<Place>(arguments.walkers) * ROWS_PER_BLOCK;
     }

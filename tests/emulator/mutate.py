@@ -74,6 +74,10 @@ SKIP = re.compile(
 )
 
 # (file, changed line) -> verdict and reason of mutants that no row kills.
+_ASKED_FOR = (
+    "survived",
+    "what is asked for changes no result; test_emulated_kernels.py counts it instead",
+)
 EXPLAINED: dict[tuple[str, str], tuple[str, str]] = {
     ("backward.cuh", "for (long long base = first; base <= elements; base += step) {"): (
         "equivalent",
@@ -138,6 +142,28 @@ EXPLAINED: dict[tuple[str, str], tuple[str, str]] = {
         "equivalent",
         "says which blocks take more turns, not what they compute",
     ),
+    (
+        "block_rows.cuh",
+        "return ROWS_PER_BLOCK != 1 || exists(place) ? window.rows[parity][row_in_block] : 0;",
+    ): ("equivalent", "a place that has no row is not computed, whatever it names"),
+    ("block_rows.cuh", "for (int i = 0; i <= LOOKS; i += THREADS) {"): (
+        "equivalent",
+        "nothing is left to look up",
+    ),
+    ("block_rows.cuh", "if (look <= LOOKS) {"): (
+        "equivalent",
+        "what one thread more writes, the first warp writes anew before it is read",
+    ),
+    ("block_rows.cuh", "for (int i = 0; i <= ROWS_PER_BLOCK; i += 32) {"): (
+        "equivalent",
+        "nothing is left to write down",
+    ),
+    ("block_rows.cuh", "if (MASK != ALL_ROWS || MASK == ZERO_OTHERS) return;"): _ASKED_FOR,
+    ("block_rows.cuh", "if (MASK == ALL_ROWS && MASK == ZERO_OTHERS) return;"): _ASKED_FOR,
+    (
+        "block_rows.cuh",
+        "if (MASK == KEEP_OTHERS && arguments.where == nullptr) return;",
+    ): _ASKED_FOR,
     ("block_rows.cuh", "for (int i = 0; i + 1 < LOOKS; i += THREADS) {"): (
         "equivalent",
         "the last step is never one short of the end",
