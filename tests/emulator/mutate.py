@@ -142,6 +142,10 @@ EXPLAINED: dict[tuple[str, str], tuple[str, str]] = {
         "equivalent",
         "says which blocks take more turns, not what they compute",
     ),
+    ("block_rows.cuh", "if (count > MANY_TURNS + turn) shared *= 2;"): (
+        "equivalent",
+        "says which blocks take more turns, not what they compute",
+    ),
     (
         "block_rows.cuh",
         "return ROWS_PER_BLOCK != 1 || exists(place) ? window.rows[parity][row_in_block] : 0;",
