@@ -526,6 +526,12 @@ FORCED: tuple[tuple[str, str, Forced, dict[str, Any]], ...] = (
     ("packs_128", "bfloat16", Forced(4, grid=5, teams=2), {"norm": "layer", "mask": "keep_where"}),
     ("packs_192", "float16", Forced(teams=3, grid=7, walkers=2), {"mask": "keep_where"}),
     ("packs_51", "float32", Forced(2, grid=9, teams=5, walkers=1), {"mask": "keep_where"}),
+    (
+        "packs_192",
+        "bfloat16",
+        Forced(grid=9, teams=1, walkers=4),
+        {"residual": "bfloat16", "mask": "keep_where"},
+    ),
     ("packs_1024", "float32", Forced(grid=2, teams=1), {"norm": "layer", "mask": "keep_where"}),
     ("warp", "bfloat16", Forced(2, grid=20, teams=1), {"layout": "heads", "mask": "keep_where"}),
     ("warp", "float32", Forced(2, grid=49, teams=2, walkers=2), {"mask": "keep_where"}),
