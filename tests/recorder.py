@@ -7,13 +7,14 @@ No GPU, no compiler: everything that is decided before a kernel runs can be look
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 from cupy_rmsnorm import _cpu, _cuda, _kernel
 from cupy_rmsnorm._kernel import DeviceProperties, Specialisation
+from cupy_rmsnorm._plan import THREADS_PER_SM
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,11 @@ class Launched:
     shared_bytes: int
     stream: int
     packed: bytes
+
+
+def resident_blocks(sm_count: int) -> Callable[[Any, int, int], int]:
+    """A stand-in for that of `_kernel`: threads alone say how many blocks fit."""
+    return lambda function, block, device: THREADS_PER_SM // block * sm_count
 
 
 @contextlib.contextmanager
@@ -52,7 +58,7 @@ def recorded(arch: int, sm_count: int) -> Iterator[list[Launched]]:
             (_cuda, "current_device", lambda index: contextlib.nullcontext()),
             (_kernel, "device_properties", properties),
             (_kernel, "function", function),
-            (_kernel, "resident_blocks", lambda function, block, device: 2048 // block * sm_count),
+            (_kernel, "resident_blocks", resident_blocks(sm_count)),
             (_kernel, "launch", launch),
         ):
             stack.enter_context(mock.patch.object(target, name, stand_in))

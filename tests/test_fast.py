@@ -44,7 +44,7 @@ from cupy_rmsnorm import (
 )
 from cupy_rmsnorm._kernel import DeviceProperties, Specialisation
 from tests.backends import skip_without
-from tests.recorder import Launched
+from tests.recorder import Launched, resident_blocks
 
 ROWS, HIDDEN_SIZE = 4, 64
 STREAM = 77
@@ -216,7 +216,7 @@ def driver() -> Iterator[Driver]:
             ("_kernel.function", stand_in.function),
             ("_enqueue.launcher", lambda: stand_in.launch_kernel),
             ("_kernel.device_properties", lambda device: DeviceProperties(90, 132)),
-            ("_kernel.resident_blocks", lambda function, block, device: 2048 // block * 132),
+            ("_kernel.resident_blocks", resident_blocks(132)),
         ):
             stack.enter_context(mock.patch(f"cupy_rmsnorm.{name}", value))
         stack.enter_context(mock.patch.object(_fast, "libraries", {}))

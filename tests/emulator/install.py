@@ -15,6 +15,7 @@ from unittest import mock
 from tests import kernels
 from tests.emulator import build, memory
 from tests.emulator import launch as launching
+from tests.recorder import resident_blocks
 
 UNIT = 25  # specialisations a translation unit; more of them only slow each other down
 
@@ -144,9 +145,7 @@ def installed(
         replace(_kernel, "build", kernel_build)
         replace(_kernel, "launch", kernel_launch)
         replace(_kernel, "device_properties", lambda device: properties)
-        replace(
-            _kernel, "resident_blocks", lambda function, block, device: 2048 // block * sm_count
-        )
+        replace(_kernel, "resident_blocks", resident_blocks(sm_count))
         replace(_kernel, "_functions", {})
         replace(_libraries._CuPySpace, "contiguous", contiguous)
         replace(_libraries._CuPySpace, "assign", assign)
